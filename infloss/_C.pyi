@@ -1,0 +1,3 @@
+CUDA_ARCHS: str
+CUDA_VERSION: str
+TORCH_VERSION: str

@@ -1,0 +1,20 @@
+"""infloss: the exact contrastive (CLIP / InfoNCE) loss in tiles; no B x B matrix."""
+
+from infloss.build import build_info
+from infloss.config import set_workspace_limit, use_path, workspace_limit
+from infloss.functional import ContrastiveOutput, InfoNCEOutput, contrastive_loss, info_nce
+from infloss.modules import ContrastiveLoss
+from infloss.version import __version__
+
+__all__ = [
+    "ContrastiveLoss",
+    "ContrastiveOutput",
+    "InfoNCEOutput",
+    "__version__",
+    "build_info",
+    "contrastive_loss",
+    "info_nce",
+    "set_workspace_limit",
+    "use_path",
+    "workspace_limit",
+]

@@ -1,0 +1,75 @@
+"""Process-wide settings: the workspace limit and the path a call takes.
+
+Both are plain module state, read when a forward pass starts and handed on as arguments, so that a
+backward pass on another thread uses what its forward used.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+MIB = 1 << 20
+DEFAULT_WORKSPACE = 256 * MIB
+MIN_WORKSPACE = MIB
+PATHS = ("portable",)
+
+_workspace = DEFAULT_WORKSPACE
+_path: str | None = None
+
+
+def get_workspace_limit() -> int:
+    """Bytes that one call may use for tiles, beyond inputs, gradients and O(B) statistics."""
+    return _workspace
+
+
+def set_workspace_limit(limit: int) -> None:
+    """Bound the tile workspace of later calls in this process.
+
+    Args:
+        limit: bytes, at least 1 MiB. A larger workspace means larger tiles.
+
+    Raises:
+        TypeError: ``limit`` is not an int.
+        ValueError: ``limit`` is below 1 MiB.
+    """
+    global _workspace
+    if isinstance(limit, bool) or not isinstance(limit, int):
+        raise TypeError(f"limit: expected an int (bytes), got {type(limit).__name__}")
+    if limit < MIN_WORKSPACE:
+        raise ValueError(f"limit: expected at least {MIN_WORKSPACE} bytes (1 MiB), got {limit}")
+    _workspace = limit
+
+
+@contextmanager
+def workspace_limit(limit: int) -> Iterator[None]:
+    """Context manager form of :func:`set_workspace_limit`."""
+    before = _workspace
+    set_workspace_limit(limit)
+    try:
+        yield
+    finally:
+        set_workspace_limit(before)
+
+
+@contextmanager
+def use_path(path: str) -> Iterator[None]:
+    """Force the named path for calls made inside the context (tests and benchmarks).
+
+    Args:
+        path: one of the paths in this build (``infloss.build_info()["paths"]``).
+
+    Raises:
+        ValueError: this build has no such path.
+    """
+    global _path
+    if path not in PATHS:
+        raise ValueError(f"path: expected one of {PATHS} (the paths in this build), got {path!r}")
+    before, _path = _path, path
+    try:
+        yield
+    finally:
+        _path = before
+
+
+def resolve_path() -> str:
+    """The path that a call made now takes."""
+    return _path or "portable"

@@ -1,0 +1,97 @@
+"""nn.Module forms of the losses."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infloss import checks
+from infloss.functional import DEFAULT_LOGIT_SCALE, ContrastiveOutput, contrastive_loss
+
+
+class ContrastiveLoss(nn.Module):
+    """:func:`infloss.contrastive_loss` with its own, optionally learnable, logit scale.
+
+    The scale is kept as its logarithm (state key ``log_logit_scale``, shape (), float32).
+
+    Args:
+        logit_scale: initial inverse temperature, positive.
+        learnable: make the logarithm a parameter; otherwise a buffer.
+        max_logit_scale: upper bound. While training, the parameter itself is brought back to the
+            bound before it is used (Radford et al. 2021 use 100), so that its gradient stays true
+            and it can come down again. None: no bound.
+        normalize, reduction, group, strategy, grad_reduction: see :func:`contrastive_loss`.
+
+    Raises:
+        ValueError: a scale that is not positive, or an initial scale above the bound.
+    """
+
+    log_logit_scale: Tensor
+
+    def __init__(
+        self,
+        logit_scale: float = DEFAULT_LOGIT_SCALE,
+        *,
+        learnable: bool = True,
+        max_logit_scale: float | None = None,
+        normalize: bool = True,
+        reduction: str = "mean",
+        group: Any = None,
+        strategy: str = "auto",
+        grad_reduction: str = "mean",
+    ) -> None:
+        super().__init__()
+        if not 0 < logit_scale < math.inf:
+            raise ValueError(f"logit_scale: expected a positive number, got {logit_scale}")
+        if max_logit_scale is not None and not max_logit_scale >= logit_scale:
+            raise ValueError(
+                f"max_logit_scale: expected at least logit_scale = {logit_scale}, "
+                f"got {max_logit_scale}"
+            )
+        checks.one_of("reduction", reduction, checks.REDUCTIONS)
+        checks.one_of("strategy", strategy, checks.STRATEGIES)
+        checks.one_of("grad_reduction", grad_reduction, checks.GRAD_REDUCTIONS)
+        log_scale = torch.tensor(math.log(logit_scale), dtype=torch.float32)
+        if learnable:
+            self.log_logit_scale = nn.Parameter(log_scale)
+        else:
+            self.register_buffer("log_logit_scale", log_scale)
+        self.max_logit_scale = max_logit_scale
+        self.normalize = normalize
+        self.reduction = reduction
+        self.group = group
+        self.strategy = strategy
+        self.grad_reduction = grad_reduction
+
+    @property
+    def logit_scale(self) -> Tensor:
+        """The inverse temperature in use, shape ()."""
+        return self.log_logit_scale.exp()
+
+    def forward(
+        self, img: Tensor, txt: Tensor, *, return_stats: bool = False
+    ) -> Tensor | ContrastiveOutput:
+        """Loss of a batch; ``img`` and ``txt`` are [B, D]."""
+        if self.max_logit_scale is not None and self.training:
+            with torch.no_grad():
+                self.log_logit_scale.clamp_(max=math.log(self.max_logit_scale))
+        return contrastive_loss(
+            img,
+            txt,
+            self.logit_scale,
+            normalize=self.normalize,
+            reduction=self.reduction,
+            group=self.group,
+            strategy=self.strategy,
+            grad_reduction=self.grad_reduction,
+            return_stats=return_stats,
+        )
+
+    def extra_repr(self) -> str:
+        learnable = isinstance(self.log_logit_scale, nn.Parameter)
+        return (
+            f"logit_scale={self.logit_scale.item():.4g}, learnable={learnable}, "
+            f"max_logit_scale={self.max_logit_scale}, normalize={self.normalize}, "
+            f"reduction={self.reduction!r}"
+        )

@@ -1,0 +1,242 @@
+"""The dispatcher ops and the one autograd Function over them.
+
+Schemas live in csrc/ops.cpp. What each op computes, with S_ij = logit_scale * <x_i, y_j> (rows
+scaled by inverse norms where given) and t(i) = target[i], or offset + i * stride without a target:
+
+``infloss::inv_norm(x, out)``
+    out[i] = 1 / ||x_i||, and 0 where the norm is at most 1e-12.
+``infloss::merge_stats(stats, partials)``
+    merges [K, 2, M] partial log-sum-exps, pairs (max, sum of exp(s - max)), into stats [2, M].
+``infloss::lse(...) -> (row_stats, col_stats, positive, row_hardest, col_hardest)``
+    row_stats [2, M] and col_stats [2, N] as such pairs; positive [M] = S_{i,t(i)}, NaN where t(i)
+    is no column; the hardest negative of each row and column. What is not asked for has size 0.
+``infloss::grad(...) -> (dx, dy, dlogit_scale)``
+    gradients through G_ij = u_i P_ij + v_j Q_ij - w_i [j = t(i)], each size 0 (0) if not needed.
+"""
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from infloss import library, portable
+from infloss.portable import stats_dtype
+
+assert library  # its import registered the schemas
+
+_lib = torch.library.Library("infloss", "FRAGMENT")
+
+
+def _register_portable() -> None:
+    """The portable path serves every device that has no kernel of its own."""
+    for name in ("lse", "grad", "inv_norm", "merge_stats"):
+        _lib.impl(name, getattr(portable, name), "CompositeExplicitAutograd")
+
+
+_register_portable()
+
+
+@torch.library.register_fake("infloss::inv_norm")
+def _inv_norm_fake(x: Tensor, out: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("infloss::merge_stats")
+def _merge_stats_fake(stats: Tensor, partials: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("infloss::lse")
+def _lse_fake(
+    x: Tensor,
+    y: Tensor,
+    logit_scale: Tensor,
+    x_inv_norm: Tensor | None,
+    y_inv_norm: Tensor | None,
+    target: Tensor | None,
+    target_offset: int,
+    target_stride: int,
+    rows: bool,
+    cols: bool,
+    hardest: bool,
+    workspace: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    m, n = x.size(0), y.size(0)
+
+    def stat(*shape: int) -> Tensor:
+        return x.new_empty(shape, dtype=stats_dtype(x.dtype))
+
+    return (
+        stat(2, m if rows else 0),
+        stat(2, n if cols else 0),
+        stat(m),
+        stat(m if rows and hardest else 0),
+        stat(n if cols and hardest else 0),
+    )
+
+
+@torch.library.register_fake("infloss::grad")
+def _grad_fake(
+    x: Tensor,
+    y: Tensor,
+    logit_scale: Tensor,
+    x_inv_norm: Tensor | None,
+    y_inv_norm: Tensor | None,
+    target: Tensor | None,
+    target_offset: int,
+    target_stride: int,
+    row_stats: Tensor | None,
+    row_weight: Tensor | None,
+    col_stats: Tensor | None,
+    col_weight: Tensor | None,
+    target_weight: Tensor,
+    need_x: bool,
+    need_y: bool,
+    need_scale: bool,
+    workspace: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty((x.size(0) if need_x else 0, x.size(1))),
+        y.new_empty((y.size(0) if need_y else 0, y.size(1))),
+        x.new_empty((() if need_scale else (0,)), dtype=stats_dtype(x.dtype)),
+    )
+
+
+def _refuse_derivative(op: str, reason: str) -> None:
+    """Give ``op`` a derivative that raises; without one autograd would silently return None."""
+
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise NotImplementedError(f"infloss::{op}: {reason}")
+
+    torch.library.register_autograd(f"infloss::{op}", backward)
+
+
+_refuse_derivative("grad", "second derivatives of the contrastive loss are not implemented")
+_refuse_derivative("lse", "not differentiable by itself; use infloss.contrastive_loss or info_nce")
+
+
+class PairLosses(NamedTuple):
+    """What :func:`pair_losses` returns; what was not asked for has size 0."""
+
+    row_nll: Tensor  # [M]  log-sum-exp of row i minus its positive; differentiable
+    col_nll: Tensor  # [N]  the same of column i; differentiable
+    row_lse: Tensor  # [M]
+    col_lse: Tensor  # [N]
+    positive: Tensor  # [M]
+    row_hardest: Tensor  # [M]
+    col_hardest: Tensor  # [N]
+
+
+def _inverse_norms(x: Tensor) -> Tensor:
+    out = torch.empty(x.size(0), dtype=stats_dtype(x.dtype), device=x.device)
+    torch.ops.infloss.inv_norm(x if x.stride(1) == 1 else x.contiguous(), out)
+    return out
+
+
+def _nll(stats: Tensor, positive: Tensor) -> Tensor:
+    """log-sum-exp minus positive, in the order that never rounds below zero."""
+    return (stats[0] - positive) + stats[1].log()
+
+
+class _PairLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        y: Tensor,
+        logit_scale: Tensor,
+        target: Tensor | None,
+        target_stride: int,
+        normalize: bool,
+        cols: bool,
+        hardest: bool,
+        workspace: int,
+    ) -> tuple[Tensor, ...]:
+        x_inv = _inverse_norms(x) if normalize else None
+        y_inv = _inverse_norms(y) if normalize else None
+        row_stats, col_stats, positive, row_hardest, col_hardest = torch.ops.infloss.lse(
+            x, y, logit_scale, x_inv, y_inv, target, 0, target_stride, True, cols, hardest, workspace
+        )
+        row_nll = _nll(row_stats, positive)
+        col_nll = _nll(col_stats, positive) if cols else positive.new_empty(0)
+        extras = (
+            row_stats[0] + row_stats[1].log(),
+            col_stats[0] + col_stats[1].log(),
+            positive,
+            row_hardest,
+            col_hardest,
+        )
+        ctx.mark_non_differentiable(*extras)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            x, y, logit_scale, x_inv, y_inv, target, row_stats, col_stats if cols else None
+        )
+        ctx.target_stride = target_stride
+        ctx.workspace = workspace
+        return row_nll, col_nll, *extras
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, row_weight: Tensor | None, col_weight: Tensor | None, *_: Any
+    ) -> tuple[Tensor | None, ...]:
+        x, y, logit_scale, x_inv, y_inv, target, row_stats, col_stats = ctx.saved_tensors
+        if col_stats is None:
+            col_weight = None
+        weights = [weight for weight in (row_weight, col_weight) if weight is not None]
+        if not weights:
+            return (None,) * 9
+        need_x, need_y, need_scale = ctx.needs_input_grad[:3]
+        dx, dy, dscale = torch.ops.infloss.grad(
+            x,
+            y,
+            logit_scale,
+            x_inv,
+            y_inv,
+            target,
+            0,
+            ctx.target_stride,
+            row_stats if row_weight is not None else None,
+            row_weight,
+            col_stats if col_weight is not None else None,
+            col_weight,
+            sum(weights[1:], weights[0]),
+            need_x,
+            need_y,
+            need_scale,
+            ctx.workspace,
+        )
+        return (
+            dx if need_x else None,
+            dy if need_y else None,
+            dscale if need_scale else None,
+            *(None,) * 6,
+        )
+
+
+def pair_losses(
+    x: Tensor,
+    y: Tensor,
+    logit_scale: Tensor,
+    *,
+    target: Tensor | None = None,
+    target_stride: int = 1,
+    normalize: bool = True,
+    cols: bool = False,
+    hardest: bool = False,
+    workspace: int,
+) -> PairLosses:
+    """Per-pair negative log-likelihoods of rows (and columns) of S, differentiable.
+
+    Args:
+        x: [M, D] and ``y`` [N, D], one floating dtype, one device.
+        logit_scale: [] in the statistics' dtype, on the same device.
+        target: [M] int64 columns, or None for ``i * target_stride``.
+        cols: also the column direction; then M = N and pair i is (x_i, y_i).
+        hardest: also the hardest negatives.
+        workspace: bytes for tiles.
+    """
+    return PairLosses(
+        *_PairLosses.apply(
+            x, y, logit_scale, target, target_stride, normalize, cols, hardest, workspace
+        )
+    )
