@@ -17,7 +17,7 @@ STABLE_TORCH_LIBRARY(infloss, m) {
         "grad(Tensor x, Tensor y, Tensor logit_scale, Tensor? x_inv_norm, Tensor? y_inv_norm, "
         "Tensor? target, SymInt target_offset, SymInt target_stride, Tensor? row_stats, "
         "Tensor? row_weight, Tensor? col_stats, Tensor? col_weight, Tensor target_weight, "
-        "bool need_x, bool need_y, bool need_scale, SymInt workspace) "
+        "Tensor? centre, bool need_x, bool need_y, bool need_scale, SymInt workspace) "
         "-> (Tensor, Tensor, Tensor)");
 }
 

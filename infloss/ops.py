@@ -11,9 +11,13 @@ scaled by inverse norms where given) and t(i) = target[i], or offset + i * strid
     row_stats [2, M] and col_stats [2, N] as such pairs; positive [M] = S_{i,t(i)}, NaN where t(i)
     is no column; the hardest negative of each row and column. What is not asked for has size 0.
 ``infloss::grad(...) -> (dx, dy, dlogit_scale)``
-    gradients through G_ij = u_i P_ij + v_j Q_ij - w_i [j = t(i)], each size 0 (0) if not needed.
+    gradients through G_ij = u_i P_ij + v_j Q_ij - w_i [j = t(i)], each with 0 rows if not needed.
+    dlogit_scale is sum_ij G_ij (<x_i, y_j> - centre). Where G sums to zero, as for every loss of a
+    positive against a softmax, a centre changes nothing but the rounding: in a narrow cone of
+    features all <x_i, y_j> are near one value, and sum_ij G_ij <x_i, y_j> is all cancellation.
 """
 
+import math
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -90,6 +94,7 @@ def _grad_fake(
     col_stats: Tensor | None,
     col_weight: Tensor | None,
     target_weight: Tensor,
+    centre: Tensor | None,
     need_x: bool,
     need_y: bool,
     need_scale: bool,
@@ -131,6 +136,12 @@ def _inverse_norms(x: Tensor) -> Tensor:
     out = torch.empty(x.size(0), dtype=stats_dtype(x.dtype), device=x.device)
     torch.ops.infloss.inv_norm(x if x.stride(1) == 1 else x.contiguous(), out)
     return out
+
+
+def _mean_cosine(row_stats: Tensor, logit_scale: Tensor, keys: int) -> Tensor:
+    """A typical <x_i, y_j>, read off the rows' mean log-sum-exp; 0 at scale 0."""
+    mean_lse = (row_stats[0] + row_stats[1].log()).mean()
+    return torch.where(logit_scale == 0, 0.0, (mean_lse - math.log(keys)) / logit_scale)
 
 
 def _nll(stats: Tensor, positive: Tensor) -> Tensor:
@@ -200,6 +211,7 @@ class _PairLosses(torch.autograd.Function):
             col_stats if col_weight is not None else None,
             col_weight,
             sum(weights[1:], weights[0]),
+            _mean_cosine(row_stats, logit_scale, y.size(0)) if need_scale else None,
             need_x,
             need_y,
             need_scale,

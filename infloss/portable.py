@@ -229,18 +229,17 @@ class Coefficients:
 
 def _finish_rows(
     out: Tensor, acc: Tensor, x: Tensor, inv_norm: Tensor | None, logit_scale: Tensor
-) -> Tensor:
-    """Turn accumulated rows into the input's gradient, written to ``out``; returns <x_i, acc_i>.
+) -> None:
+    """Turn accumulated rows into the input's gradient, written to ``out``; consumes ``acc``.
 
     ``acc_i`` is inv_norm_i * sum_j G_ij y_j / ||y_j||. The gradient of a normalised row is its
     component orthogonal to the row, times logit_scale.
     """
-    wide = x.to(acc.dtype)
-    dot = (wide * acc).sum(1)
     if inv_norm is not None:
-        acc = acc.sub_(wide * (dot * inv_norm.square())[:, None])
+        wide = x.to(acc.dtype)
+        along = (wide * acc).sum(1) * inv_norm.square()
+        acc = acc.sub_(wide * along[:, None])
     out.copy_(acc.mul_(logit_scale))
-    return dot
 
 
 @_in_plain_precision
@@ -258,6 +257,7 @@ def grad(
     col_stats: Tensor | None,
     col_weight: Tensor | None,
     target_weight: Tensor,
+    centre: Tensor | None,
     need_x: bool,
     need_y: bool,
     need_scale: bool,
@@ -272,30 +272,32 @@ def grad(
     dx = torch.empty((x.size(0) if need_x else 0, dim), dtype=x.dtype, device=x.device)
     dy = torch.empty((y.size(0) if need_y else 0, dim), dtype=y.dtype, device=y.device)
     dy_acc = (dy if dy.dtype == sim.dtype else torch.empty_like(dy, dtype=sim.dtype)).zero_()
-    # sum_j G_ij <x_i, y_j>, one value a row (or a column, where only y's gradient is wanted)
-    dots = sim.new(y.size(0) if need_y and not need_x else x.size(0))
+    dscale = sim.new(x.size(0))  # sum_j G_ij (<x_i, y_j> - centre) of each row
 
     row_spans, col_spans = sim.spans()
     for r in row_spans:
         dx_acc = sim.new(r.stop - r.start, dim) if need_x else None
         for c in col_spans:
             cosine = sim.cosine(r, c)
-            if not (need_x or need_y):
-                g = coefficients.tile(cosine * logit_scale, r, c)
-                dots[r] += g.mul_(cosine).sum(1)
-                continue
-            g = sim.scale_norms(coefficients.tile(cosine.mul_(logit_scale), r, c), r, c)
+            s = cosine * logit_scale if need_scale else cosine.mul_(logit_scale)
+            g = coefficients.tile(s, r, c)
+            if need_scale:
+                if centre is not None:
+                    cosine.sub_(centre)
+                dscale[r] += cosine.mul_(g).sum(1)
+            if need_x or need_y:
+                sim.scale_norms(g, r, c)
             if dx_acc is not None:
                 gemm.accumulate(dx_acc, g, y[c])
             if need_y:
                 gemm.accumulate(dy_acc[c], g.T, x[r])
         if dx_acc is not None:
-            inv = None if x_inv_norm is None else x_inv_norm[r]
-            dots[r] = _finish_rows(dx[r], dx_acc, x[r], inv, logit_scale)
+            _finish_rows(dx[r], dx_acc, x[r], _part(x_inv_norm, r), logit_scale)
     if need_y:
         for r in _spans(y.size(0), row_spans[0].stop):
-            inv = None if y_inv_norm is None else y_inv_norm[r]
-            dot = _finish_rows(dy[r], dy_acc[r], y[r], inv, logit_scale)
-            if not need_x:
-                dots[r] = dot
-    return dx, dy, dots.sum() if need_scale else sim.new(0)
+            _finish_rows(dy[r], dy_acc[r], y[r], _part(y_inv_norm, r), logit_scale)
+    return dx, dy, dscale.sum() if need_scale else sim.new(0)
+
+
+def _part(vector: Tensor | None, span: slice) -> Tensor | None:
+    return None if vector is None else vector[span]
