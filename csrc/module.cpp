@@ -1,11 +1,17 @@
-// The importable module infloss._C: loading it registers the ops of ops.cpp; its attributes say what
-// the library was built with.
+// The importable module infloss._C: loading it registers the ops of ops.cpp; its attributes say
+// what the library was built with.
 
 #include <Python.h>
 
-static PyModuleDef module_def = {
-    PyModuleDef_HEAD_INIT, "_C", "Compiled part of infloss.", -1, nullptr, nullptr, nullptr,
-    nullptr,               nullptr};
+static PyModuleDef module_def = {PyModuleDef_HEAD_INIT,
+                                 "_C",
+                                 "Compiled part of infloss.",
+                                 -1,
+                                 nullptr,
+                                 nullptr,
+                                 nullptr,
+                                 nullptr,
+                                 nullptr};
 
 PyMODINIT_FUNC PyInit__C(void) {
     PyObject* module = PyModule_Create(&module_def);

@@ -66,8 +66,8 @@ cudaStream_t current_stream(const Tensor& tensor) {
 // x [M, D] with unit column stride, out [M] contiguous.
 void inv_norm(const Tensor& x, Tensor& out) {
     STD_TORCH_CHECK(x.dim() == 2, "x: expected 2 dimensions, got ", x.dim());
-    STD_TORCH_CHECK(x.size(1) <= 1 || x.stride(1) == 1,
-                    "x: expected column stride 1, got ", x.stride(1));
+    STD_TORCH_CHECK(x.size(1) <= 1 || x.stride(1) == 1, "x: expected column stride 1, got ",
+                    x.stride(1));
     const DType dtype = to_dtype("x", x);
     STD_TORCH_CHECK(out.is_cuda() && out.get_device_index() == x.get_device_index(),
                     "out: expected the device of x, cuda:", x.get_device_index());
@@ -95,9 +95,8 @@ void merge_stats(Tensor& stats, const Tensor& partials) {
                     "partials: expected shape [K, 2, ", rows, "]");
     STD_TORCH_CHECK(rows <= 1 || (stats.stride(1) == 1 && partials.stride(2) == 1),
                     "stats, partials: expected unit stride along the last dimension");
-    STD_TORCH_CHECK(
-        partials.is_cuda() && partials.get_device_index() == stats.get_device_index(),
-        "partials: expected the device of stats, cuda:", stats.get_device_index());
+    STD_TORCH_CHECK(partials.is_cuda() && partials.get_device_index() == stats.get_device_index(),
+                    "partials: expected the device of stats, cuda:", stats.get_device_index());
     const DType dtype = to_dtype("stats", stats);
     STD_TORCH_CHECK(dtype == stats_dtype(dtype) && to_dtype("partials", partials) == dtype,
                     "stats, partials: expected float32 or float64, the same of both");

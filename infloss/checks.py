@@ -92,7 +92,7 @@ def target(value: Any, query: Tensor, key: Tensor) -> None:
 
 
 def logit_scale(value: Any, device: torch.device) -> None:
-    """Raise unless ``value`` is a real number or a floating one-element tensor of shape () or (1,)."""
+    """Raise unless ``value`` is a real number or a floating tensor of shape () or (1,)."""
     if not isinstance(value, Tensor):
         if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
             raise TypeError(
@@ -107,6 +107,8 @@ def logit_scale(value: Any, device: torch.device) -> None:
     if not value.is_floating_point():
         raise TypeError(f"logit_scale: expected a floating dtype, got {value.dtype}")
     if value.shape not in ((), (1,)):
-        raise ValueError(f"logit_scale: expected one value, shape () or (1,), got {list(value.shape)}")
+        raise ValueError(
+            f"logit_scale: expected one value, shape () or (1,), got {list(value.shape)}"
+        )
     if value.device != device and value.device.type != "cpu":
         raise ValueError(f"logit_scale: expected device {device} or cpu, got {value.device}")

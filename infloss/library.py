@@ -6,8 +6,9 @@ try:
     from infloss import _C
 except ImportError as error:
     raise ImportError(
-        "infloss: the compiled library infloss._C cannot be loaded; install the package with "
-        f"'pip install .' (not only put its source on the path). Cause: {error}"
+        "infloss: the compiled library infloss._C cannot be loaded. After 'pip install .', start "
+        "Python outside the source folder, whose own infloss/ has no library in it; or install "
+        f"with 'pip install -e .'. Cause: {error}"
     ) from error
 
 CUDA_ARCHS: tuple[str, ...] = tuple(_C.CUDA_ARCHS.split())

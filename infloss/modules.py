@@ -58,6 +58,7 @@ class ContrastiveLoss(nn.Module):
         else:
             self.register_buffer("log_logit_scale", log_scale)
         self.max_logit_scale = max_logit_scale
+        self._log_bound = math.inf if max_logit_scale is None else math.log(max_logit_scale)
         self.normalize = normalize
         self.reduction = reduction
         self.group = group
@@ -75,7 +76,7 @@ class ContrastiveLoss(nn.Module):
         """Loss of a batch; ``img`` and ``txt`` are [B, D]."""
         if self.max_logit_scale is not None and self.training:
             with torch.no_grad():
-                self.log_logit_scale.clamp_(max=math.log(self.max_logit_scale))
+                self.log_logit_scale.clamp_(max=self._log_bound)
         return contrastive_loss(
             img,
             txt,

@@ -17,7 +17,6 @@ scaled by inverse norms where given) and t(i) = target[i], or offset + i * strid
     features all <x_i, y_j> are near one value, and sum_ij G_ij <x_i, y_j> is all cancellation.
 """
 
-import math
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -138,10 +137,10 @@ def _inverse_norms(x: Tensor) -> Tensor:
     return out
 
 
-def _mean_cosine(row_stats: Tensor, logit_scale: Tensor, keys: int) -> Tensor:
-    """A typical <x_i, y_j>, read off the rows' mean log-sum-exp; 0 at scale 0."""
-    mean_lse = (row_stats[0] + row_stats[1].log()).mean()
-    return torch.where(logit_scale == 0, 0.0, (mean_lse - math.log(keys)) / logit_scale)
+def _typical_cosine(row_stats: Tensor, logit_scale: Tensor, keys: int) -> Tensor:
+    """Where the <x_i, y_j> lie, read off log(mean_j exp(s_ij)) of the rows; 0 at scale 0."""
+    log_mean = (row_stats[0] + (row_stats[1] / keys).log()).mean()
+    return torch.where(logit_scale == 0, 0.0, log_mean / logit_scale)
 
 
 def _nll(stats: Tensor, positive: Tensor) -> Tensor:
@@ -166,7 +165,18 @@ class _PairLosses(torch.autograd.Function):
         x_inv = _inverse_norms(x) if normalize else None
         y_inv = _inverse_norms(y) if normalize else None
         row_stats, col_stats, positive, row_hardest, col_hardest = torch.ops.infloss.lse(
-            x, y, logit_scale, x_inv, y_inv, target, 0, target_stride, True, cols, hardest, workspace
+            x,
+            y,
+            logit_scale,
+            x_inv,
+            y_inv,
+            target,
+            target_offset=0,
+            target_stride=target_stride,
+            rows=True,
+            cols=cols,
+            hardest=hardest,
+            workspace=workspace,
         )
         row_nll = _nll(row_stats, positive)
         col_nll = _nll(col_stats, positive) if cols else positive.new_empty(0)
@@ -204,18 +214,18 @@ class _PairLosses(torch.autograd.Function):
             x_inv,
             y_inv,
             target,
-            0,
-            ctx.target_stride,
-            row_stats if row_weight is not None else None,
-            row_weight,
-            col_stats if col_weight is not None else None,
-            col_weight,
-            sum(weights[1:], weights[0]),
-            _mean_cosine(row_stats, logit_scale, y.size(0)) if need_scale else None,
-            need_x,
-            need_y,
-            need_scale,
-            ctx.workspace,
+            target_offset=0,
+            target_stride=ctx.target_stride,
+            row_stats=row_stats if row_weight is not None else None,
+            row_weight=row_weight,
+            col_stats=col_stats if col_weight is not None else None,
+            col_weight=col_weight,
+            target_weight=sum(weights[1:], weights[0]),
+            centre=_typical_cosine(row_stats, logit_scale, y.size(0)) if need_scale else None,
+            need_x=need_x,
+            need_y=need_y,
+            need_scale=need_scale,
+            workspace=ctx.workspace,
         )
         return (
             dx if need_x else None,

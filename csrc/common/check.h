@@ -20,17 +20,17 @@ inline void throw_cuda_error(cudaError_t error, const std::string& what, const c
 
 }  // namespace infloss
 
-#define INFLOSS_CUDA_CHECK(call)                                                \
-    do {                                                                        \
-        const cudaError_t infloss_error = (call);                               \
-        if (infloss_error != cudaSuccess)                                       \
+#define INFLOSS_CUDA_CHECK(call)                                                   \
+    do {                                                                           \
+        const cudaError_t infloss_error = (call);                                  \
+        if (infloss_error != cudaSuccess)                                          \
             ::infloss::throw_cuda_error(infloss_error, #call, __FILE__, __LINE__); \
     } while (0)
 
 // After a <<<>>> launch; `what` is a std::string with the kernel's name and shape.
-#define INFLOSS_LAUNCH_CHECK(what)                                              \
-    do {                                                                        \
-        const cudaError_t infloss_error = cudaGetLastError();                   \
-        if (infloss_error != cudaSuccess)                                       \
+#define INFLOSS_LAUNCH_CHECK(what)                                                  \
+    do {                                                                            \
+        const cudaError_t infloss_error = cudaGetLastError();                       \
+        if (infloss_error != cudaSuccess)                                           \
             ::infloss::throw_cuda_error(infloss_error, (what), __FILE__, __LINE__); \
     } while (0)

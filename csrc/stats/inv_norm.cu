@@ -21,10 +21,18 @@ constexpr double kNormFloor = 1e-12;
 template <typename T>
 using Accum = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-__device__ float widen(__half value) { return __half2float(value); }
-__device__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ float widen(float value) { return value; }
-__device__ double widen(double value) { return value; }
+__device__ float widen(__half value) {
+    return __half2float(value);
+}
+__device__ float widen(__nv_bfloat16 value) {
+    return __bfloat162float(value);
+}
+__device__ float widen(float value) {
+    return value;
+}
+__device__ double widen(double value) {
+    return value;
+}
 
 template <typename T>
 struct alignas(16) Pack {

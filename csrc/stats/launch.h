@@ -11,8 +11,8 @@
 namespace infloss {
 
 struct InvNormParams {
-    const void* x;       // [rows, dim] of dtype, unit column stride
-    void* out;           // [rows] float, or double for f64
+    const void* x;  // [rows, dim] of dtype, unit column stride
+    void* out;      // [rows] float, or double for f64
     int64_t rows;
     int64_t dim;
     int64_t row_stride;  // elements
@@ -24,8 +24,8 @@ struct InvNormParams {
 void launch_inv_norm(const InvNormParams& params);
 
 struct MergeStatsParams {
-    void* stats;             // [2, rows] (max, sum of exp(s - max)), f32 or f64; updated in place
-    const void* partials;    // [count, 2, rows]
+    void* stats;           // [2, rows] (max, sum of exp(s - max)), f32 or f64; updated in place
+    const void* partials;  // [count, 2, rows]
     int64_t rows;
     int64_t count;
     int64_t stats_stride;    // elements between max and sum
