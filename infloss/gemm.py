@@ -6,6 +6,8 @@ the tensor cores see of it keeps 16 bits (bfloat16) or more; rounding it to one 
 error along the mean feature many times that of float32 arithmetic. Elsewhere operands are widened.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -31,22 +33,35 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(_wide(a), _wide(b))
 
 
-def accumulate(acc: Tensor, g: Tensor, b: Tensor) -> None:
-    """acc += g @ b, with ``g`` in the accumulation dtype and ``b`` an input."""
-    if not _on_tensor_cores(b):
-        acc.addmm_(g, _wide(b))
-        return
-    high, low, unit = _split(g, b.dtype)
-    part = torch.mm(high, b, out_dtype=torch.float32)
-    part += torch.mm(low, b, out_dtype=torch.float32)
-    acc.addcmul_(part, unit)
+@dataclass(frozen=True)
+class Factor:
+    """A tile of G as the products take it: unit * sum(terms), or one wide term."""
+
+    terms: tuple[Tensor, ...]
+    unit: Tensor | None  # []; a power of two
+
+    @property
+    def T(self) -> "Factor":
+        return Factor(tuple(term.T for term in self.terms), self.unit)
 
 
-def _split(g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(high, low, unit) with g = unit * (high + low) nearly; unit is a power of two."""
-    top = g.abs().amax().clamp_min(SPLIT_FLOOR)
+def factor(g: Tensor, operand: Tensor) -> Factor:
+    """Prepare ``g`` for products with inputs like ``operand``; may consume ``g``."""
+    if not _on_tensor_cores(operand):
+        return Factor((g,), None)
+    top = torch.linalg.vector_norm(g, torch.inf).clamp_min(SPLIT_FLOOR)
     unit = torch.exp2(torch.floor(torch.log2(top)) - HALF_TOP)
-    scaled = g / unit
-    high = scaled.to(dtype)
-    low = scaled.sub_(high).to(dtype)
-    return high, low, unit
+    high = g.div_(unit).to(operand.dtype)
+    low = g.sub_(high).to(operand.dtype)
+    return Factor((high, low), unit)
+
+
+def accumulate(acc: Tensor, g: Factor, b: Tensor) -> None:
+    """acc += g @ b, with ``b`` an input."""
+    if g.unit is None:
+        acc.addmm_(g.terms[0], _wide(b))
+        return
+    part = torch.mm(g.terms[0], b, out_dtype=torch.float32)
+    for term in g.terms[1:]:
+        part += torch.mm(term, b, out_dtype=torch.float32)
+    acc.addcmul_(part, g.unit)

@@ -285,12 +285,13 @@ def grad(
                 if centre is not None:
                     cosine.sub_(centre)
                 dscale[r] += cosine.mul_(g).sum(1)
-            if need_x or need_y:
-                sim.scale_norms(g, r, c)
+            if not (need_x or need_y):
+                continue
+            factor = gemm.factor(sim.scale_norms(g, r, c), x)
             if dx_acc is not None:
-                gemm.accumulate(dx_acc, g, y[c])
+                gemm.accumulate(dx_acc, factor, y[c])
             if need_y:
-                gemm.accumulate(dy_acc[c], g.T, x[r])
+                gemm.accumulate(dy_acc[c], factor.T, x[r])
         if dx_acc is not None:
             _finish_rows(dx[r], dx_acc, x[r], _part(x_inv_norm, r), logit_scale)
     if need_y:
