@@ -1,7 +1,7 @@
-"""The portable path on a CPU beside dense torch: time in turns, memory in fresh processes.
+"""The portable path beside dense torch on a CPU: time in turns, memory in fresh processes.
 
 ``python bench/cpu.py`` times one training step of B=8192, D=512 in fp32 and prints infloss / dense
-for time (target: at most 0.7) and for peak memory above the inputs (target: below 1/20).
+for time (target: at most 0.7) and for peak memory beyond inputs and gradients (target: below 1/20).
 ``--large`` adds B=65,536, D=64, infloss alone: the peak of the whole process (target: below 1 GiB).
 """
 
@@ -44,7 +44,7 @@ COLUMNS = [
     Column("fwd_bwd_sustained_ms", "fwd+bwd sustained ms", ".0f"),
     Column("fwd_sustained_ms", "fwd sustained ms", ".0f"),
     Column("time_ratio", "time / dense", ".2f"),
-    Column("peak_mib", "peak MiB", ".1f"),
+    Column("beyond_mib", "MiB beyond inputs and gradients", ".1f"),
     Column("memory_ratio", "memory / dense", ".3f"),
     Column("process_mib", "process MiB", ".0f"),
     Column("grad_error", "grad error", ".1e"),
@@ -79,7 +79,9 @@ def measure_step(name: str, batch: int, dim: int) -> dict[str, float]:
         torch.device("cpu"),
     )
     process = max(before, process_peak_bytes())
-    return {"peak_mib": above / MIB, "process_mib": process / MIB, "step_ms": taken[0]}
+    gradients = 2 * batch * dim * torch.float32.itemsize
+    beyond = (above - gradients) / MIB
+    return {"beyond_mib": beyond, "process_mib": process / MIB, "step_ms": taken[0]}
 
 
 def measure_fresh(name: str, batch: int, dim: int) -> dict[str, float]:
@@ -91,16 +93,17 @@ def measure_fresh(name: str, batch: int, dim: int) -> dict[str, float]:
 
 
 def compare(batch: int, dim: int, plan: Plan) -> list[dict[str, Any]]:
-    """Rows of dense and infloss, with the ratios on the row of infloss."""
-    names = ("dense", "infloss")
+    """Rows of dense-once and infloss, with the ratios on the row of infloss."""
+    names = ("dense-once", "infloss")
     benchmark = Benchmark([PEERS[name] for name in names], plan, check_cone=False)
     dense, ours = benchmark.rows(cpu_shape(batch, dim))
     for row in (dense, ours):
         fresh = measure_fresh(row["peer"], batch, dim)
-        row.update(peak_mib=fresh["peak_mib"], process_mib=fresh["process_mib"])
+        del row["peak_mib"]  # of this process, which has already run something large
+        row.update(beyond_mib=fresh["beyond_mib"], process_mib=fresh["process_mib"])
     if "fwd_bwd_sustained_ms" in dense and "fwd_bwd_sustained_ms" in ours:
         ours["time_ratio"] = ours["fwd_bwd_sustained_ms"] / dense["fwd_bwd_sustained_ms"]
-    ours["memory_ratio"] = ours["peak_mib"] / dense["peak_mib"]
+    ours["memory_ratio"] = ours["beyond_mib"] / dense["beyond_mib"]
     return [dense, ours]
 
 
