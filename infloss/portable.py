@@ -237,8 +237,9 @@ def _finish_rows(
     """
     if inv_norm is not None:
         wide = x.to(acc.dtype)
-        along = (wide * acc).sum(1) * inv_norm.square()
-        acc = acc.sub_(wide * along[:, None])
+        for _ in range(2):  # the second pass takes off what rounding left along the row
+            along = (wide * acc).sum(1) * inv_norm.square()
+            acc.sub_(wide * along[:, None])
     out.copy_(acc.mul_(logit_scale))
 
 

@@ -1,0 +1,52 @@
+"""Fixtures shared by all tests: the devices a test runs on, and what makes runs repeatable."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# The same examples in every run, and no deadline: a test never depends on the machine's speed. The
+# device fixture holds no state that an example could leave behind.
+settings.register_profile(
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("repeatable")
+
+NO_CUDA = "needs a CUDA device, and torch.cuda.is_available() is False"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device kind that the suite covers."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip(NO_CUDA)
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The current CUDA device; for tests of what only a GPU has."""
+    if not torch.cuda.is_available():
+        pytest.skip(NO_CUDA)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def fresh_dynamo() -> None:
+    """No compiled graph or guard of another test."""
+    torch._dynamo.reset()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test that asks for the ``cuda`` fixture as ``gpu``."""
+    for item in items:
+        if "cuda" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Tiles this small gain nothing from threads, which wait for each other on shared cores."""
+    torch.set_num_threads(1)

@@ -1,0 +1,170 @@
+"""Memory grows with B, never with B * B."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import infloss
+from support import LOSSES, Loss, normal
+
+MIB = 1 << 20
+EACH_LOSS = pytest.mark.parametrize("loss", LOSSES)
+
+# Prints by how many bytes the peak of a fresh process rises during one training step.
+PEAK_SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+import infloss
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+def step(batch):
+    x = torch.randn(batch, dim, dtype=dtype, requires_grad=True)
+    y = torch.randn(batch, dim, dtype=dtype, requires_grad=True)
+    infloss.contrastive_loss(x, y, torch.tensor(14.3, requires_grad=True)).backward()
+
+batch, dim, dtype, limit = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+dtype = getattr(torch, dtype)
+torch.set_num_threads(1)
+infloss.set_workspace_limit(limit)
+step(8)
+Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+before = status("VmRSS")
+step(batch)
+print(status("VmHWM") - before)
+"""
+
+
+def peak_on_cpu(batch: int, dim: int, dtype: str = "float32", limit: int = 256 * MIB) -> int:
+    """Bytes that a step adds to a process, features and gradients included."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("reads the peak from /proc")
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK_SCRIPT, str(batch), str(dim), dtype, str(limit)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "clear_refs" in run.stderr:
+        pytest.skip("this kernel does not let a process reset its peak")
+    assert run.returncode == 0, run.stderr
+    return int(run.stdout)
+
+
+def saved_bytes(call: Callable[[], Tensor]) -> int:
+    """Bytes of all tensors that autograd keeps for the backward of ``call``."""
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = call()
+    assert loss.requires_grad
+    return sum(saved.values())
+
+
+@EACH_LOSS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autograd_keeps_inputs_and_vectors(
+    loss: Loss, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Features and at most eight float32 vectors, whatever the number of tiles (case 28)."""
+
+    def kept(batch: int) -> int:
+        x = normal(batch, 16, dtype=dtype).to(device).requires_grad_()
+        y = normal(batch, 16, seed=1, dtype=dtype).to(device).requires_grad_()
+        scale = torch.tensor(14.3, device=device, requires_grad=True)
+        with infloss.workspace_limit(MIB):
+            size = saved_bytes(lambda: loss(x, y, scale))
+        return size - 2 * x.untyped_storage().nbytes()
+
+    small, large = kept(500), kept(2000)
+    assert large <= 2000 * 8 * 4
+    assert large <= 4 * small
+
+
+@pytest.mark.slow
+def test_peak_on_a_cpu_is_far_below_the_matrix() -> None:
+    """B = 32768: one float32 matrix would take 4 GiB, and dense torch keeps several (case 29)."""
+    assert peak_on_cpu(32768, 16) < 150 * MIB
+
+
+@pytest.mark.slow
+def test_peak_on_a_cpu_is_linear_in_the_batch() -> None:
+    """Doubling B adds features, gradients and vectors; the matrix would add 192 MiB."""
+    assert peak_on_cpu(8192, 16) - peak_on_cpu(4096, 16) < 24 * MIB
+
+
+def test_a_lower_workspace_limit_lowers_the_peak_on_a_cpu() -> None:
+    """Panels of 4096 float32 columns fill the default workspace and have no room in 4 MiB."""
+    large = peak_on_cpu(1024, 4096, "bfloat16")
+    small = peak_on_cpu(1024, 4096, "bfloat16", 4 * MIB)
+    assert small < large - 16 * MIB
+
+
+def peak_on_cuda(batch: int, dim: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that a step needs beyond its features and their gradients."""
+    x = normal(batch, dim, dtype=dtype).to(device).requires_grad_()
+    y = normal(batch, dim, seed=1, dtype=dtype).to(device).requires_grad_()
+    scale = torch.tensor(14.3, device=device, requires_grad=True)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    infloss.contrastive_loss(x, y, scale).backward()
+    gradients = x.untyped_storage().nbytes() + y.untyped_storage().nbytes()
+    return torch.cuda.max_memory_allocated(device) - before - gradients
+
+
+def accumulator_and_vectors(batch: int, dim: int) -> int:
+    """One float32 gradient accumulator and 64 float32 values a row."""
+    return 4 * batch * dim + 64 * 4 * batch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_peak_on_a_gpu_is_bounded(dtype: torch.dtype, cuda: torch.device) -> None:
+    """Workspace, accumulator and O(B) vectors; the matrix alone would take 4 GiB (case 29)."""
+    batch, dim = 32768, 256
+    peak_on_cuda(64, dim, dtype, cuda)  # the BLAS takes its own workspace on first use
+    allowed = 256 * MIB + accumulator_and_vectors(batch, dim)
+    assert peak_on_cuda(batch, dim, dtype, cuda) <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("limit", [16 * MIB, 64 * MIB])
+def test_the_workspace_limit_is_honoured_on_a_gpu(
+    limit: int, dtype: torch.dtype, cuda: torch.device
+) -> None:
+    batch, dim = 16384, 256
+    peak_on_cuda(64, dim, dtype, cuda)
+    with infloss.workspace_limit(limit):
+        peak = peak_on_cuda(batch, dim, dtype, cuda)
+    assert peak <= limit + accumulator_and_vectors(batch, dim)
+
+
+def test_an_oversized_request_is_an_out_of_memory_error(cuda: torch.device) -> None:
+    """The type that trainers catch to lower their batch; afterwards everything still works.
+
+    Transposed features of 64 MiB a side need a copy or a tile that no longer fits.
+    """
+    x = torch.randn(4096, 4096, device=cuda).T.requires_grad_()
+    y = torch.randn(4096, 4096, device=cuda).T
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(cuda).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved(cuda) / total, cuda)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            infloss.contrastive_loss(x, y)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, cuda)
+    infloss.contrastive_loss(x, y).backward()
+    assert torch.isfinite(x.grad).all()
