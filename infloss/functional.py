@@ -11,6 +11,12 @@ from infloss.portable import stats_dtype
 from infloss.world import warn_if_world_is_ignored
 
 DEFAULT_LOGIT_SCALE = 1 / 0.07
+# asked once: torch.compile cannot trace the question on every torch
+AUTOCAST_DEVICES = frozenset(
+    kind
+    for kind in ("cpu", "cuda", "hpu", "mps", "mtia", "xpu")
+    if torch.amp.is_autocast_available(kind)
+)
 
 
 class ContrastiveOutput(NamedTuple):
@@ -60,11 +66,7 @@ def _to_common_dtype(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Promote both sides; under autocast to its dtype, as torch.mm would (float64 stays)."""
     dtype = torch.promote_types(x.dtype, y.dtype)
     kind = x.device.type
-    if (
-        dtype != torch.float64
-        and torch.amp.is_autocast_available(kind)
-        and torch.is_autocast_enabled(kind)
-    ):
+    if dtype != torch.float64 and kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), y.to(dtype)
 
