@@ -25,7 +25,7 @@ from torch import Tensor
 from infloss import gemm
 
 NORM_FLOOR = 1e-12
-CPU_TILE = (512, 1024)
+CPU_TILE = (1024, 1024)
 GPU_TILE = (2048, 4096)
 LIVE_TILES = 6
 
