@@ -24,6 +24,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/mypy
+	$(BIN)/python bench/update_readme.py --check
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
@@ -33,7 +34,7 @@ format: $(VENV)/.installed
 dev: $(VENV)/.python
 	$(BIN)/pip install 'setuptools>=77' 'torch>=2.11' ninja
 	$(BIN)/pip install --no-build-isolation -e '.[test,lint]'
-	touch $(VENV)/.installed
+	touch $(VENV)/.editable $(VENV)/.installed
 
 cmake:
 	cmake -S . -B build/cmake -G Ninja
@@ -52,5 +53,9 @@ $(VENV)/.python:
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.python $(SOURCES)
-	$(BIN)/pip install '.[test,lint]'
+	if [ -e $(VENV)/.editable ]; then \
+	  $(BIN)/pip install --no-build-isolation -e '.[test,lint]'; \
+	else \
+	  $(BIN)/pip install '.[test,lint]'; \
+	fi
 	touch $@

@@ -16,7 +16,6 @@ import torch
 from setuptools import setup
 
 TORCH_TARGET_2_11 = "0x020b000000000000"
-PYTHON_TARGET_3_10 = "0x030a0000"
 DEFAULT_ARCHS = "8.0+PTX;9.0a"
 GIB_PER_JOB = 3
 
@@ -124,6 +123,7 @@ def extension():
         name="infloss._C",
         sources=sources,
         include_dirs=[str(Path("csrc").resolve())],
+        depends=sorted(str(path) for path in Path("csrc").rglob("*.h")),
         define_macros=macros,
         extra_compile_args=flags,
         py_limited_api=True,
@@ -131,8 +131,13 @@ def extension():
 
 
 cap_jobs()
-locate_toolkit()
+if env_flag("FORCE_CUDA") is not False:
+    locate_toolkit()
 # torch settles on its toolkit when this module is imported
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
+setup(
+    ext_modules=[extension()],
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

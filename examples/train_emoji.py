@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import resource
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -171,8 +170,7 @@ def peak_memory(device: torch.device) -> int:
     """Bytes at the worst moment so far: of the allocator on a GPU, else of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def memory_report(pairs: int, before: int, peak: int) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST_SCALE = torch.finfo(torch.float32).max
 REDUCTIONS = ("mean", "sum", "none")
 STRATEGIES = ("auto", "ring", "gather")
 GRAD_REDUCTIONS = ("mean", "sum")
@@ -91,6 +92,12 @@ def target(value: Any, query: Tensor, key: Tensor) -> None:
             raise ValueError(f"target: expected values in [0, {keys}), got {low} .. {high}")
 
 
+def number(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is a Python number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+
+
 def logit_scale(value: Any, device: torch.device) -> None:
     """Raise unless ``value`` is a real number or a floating tensor of shape () or (1,)."""
     if not isinstance(value, Tensor):
@@ -98,6 +105,8 @@ def logit_scale(value: Any, device: torch.device) -> None:
             raise TypeError(
                 f"logit_scale: expected a float or a floating tensor, got {type(value).__name__}"
             )
+        if isinstance(value, (int, float)) and LARGEST_SCALE < abs(value) < float("inf"):
+            raise ValueError(f"logit_scale: expected a number of float32's range, got {value}")
         return
     if _is_dtensor(value):
         raise TypeError(

@@ -25,7 +25,8 @@ def set_workspace_limit(limit: int) -> None:
     """Bound the tile workspace of later calls in this process.
 
     Args:
-        limit: bytes, at least 1 MiB. A larger workspace means larger tiles.
+        limit: bytes, at least 1 MiB. A larger workspace means larger tiles. One row and one column
+            are always held, however many features they have.
 
     Raises:
         TypeError: ``limit`` is not an int.
@@ -41,7 +42,10 @@ def set_workspace_limit(limit: int) -> None:
 
 @contextmanager
 def workspace_limit(limit: int) -> Iterator[None]:
-    """Context manager form of :func:`set_workspace_limit`."""
+    """Bound the tile workspace of calls made inside the context.
+
+    Args and errors as in :func:`set_workspace_limit`; the limit before is restored.
+    """
     before = _workspace
     set_workspace_limit(limit)
     try:

@@ -113,6 +113,19 @@ def contrastive_loss(
     group: Any = ...,
     strategy: str = ...,
     grad_reduction: str = ...,
+    return_stats: Literal[True],
+) -> ContrastiveOutput: ...
+@overload
+def contrastive_loss(
+    img: Tensor,
+    txt: Tensor,
+    logit_scale: float | Tensor = ...,
+    *,
+    normalize: bool = ...,
+    reduction: str = ...,
+    group: Any = ...,
+    strategy: str = ...,
+    grad_reduction: str = ...,
     return_stats: bool,
 ) -> Tensor | ContrastiveOutput: ...
 def contrastive_loss(
@@ -131,18 +144,21 @@ def contrastive_loss(
 
     ``s_ij = logit_scale * <img_i, txt_j>``; pair i loses
     ``(logsumexp_j s_ij + logsumexp_j s_ji) / 2 - s_ii`` (Radford et al. 2021, arXiv 2103.00020).
-    Loss and gradients are exact; memory beyond inputs and gradients is O(B) plus a workspace
-    bounded by :func:`infloss.set_workspace_limit`. The loss is float32 (float64 for float64
-    features) whatever the features' dtype.
+    Loss and gradients are exact. Memory beyond inputs and gradients is O(B) plus a workspace
+    bounded by :func:`infloss.set_workspace_limit`; half-precision features add one float32 [B, D]
+    accumulator in backward, and a side whose dtype is promoted one copy. The loss is float32
+    (float64 for float64 features) whatever the features' dtype.
 
     Args:
         img: [B, D] float16, bfloat16, float32 or float64; any strides.
         txt: [B, D] on the same device. Dtypes may differ; the pair is promoted, and each
             gradient comes in its input's dtype. Under autocast both are cast as for torch.mm.
         logit_scale: inverse temperature, already exponentiated: a float, or a tensor of shape
-            () or (1,), which gets its gradient. Nothing is clamped.
-        normalize: L2-normalise the rows inside, in float32. A row with norm <= 1e-12 has
-            similarity 0 to all and zero gradient.
+            () or (1,), which gets its gradient. Nothing is clamped. A CPU tensor with GPU features
+            is copied over, which waits for the device and cannot be captured in a CUDA graph.
+        normalize: L2-normalise the rows inside, in float32 (float64 for float64 features). A row
+            with norm <= 1e-12 has similarity 0 to all and zero gradient; norms stay below 1e19
+            (1e154 for float64), beyond which their squares overflow.
         reduction: "mean", "sum", or "none" (one value a pair).
         group: None; the loss of this process's own batch.
         strategy: "auto", "ring" or "gather": how a group's batch is spread.
@@ -155,6 +171,9 @@ def contrastive_loss(
     Raises:
         TypeError, ValueError: before anything runs, naming argument, got and expected.
         NotImplementedError: ``group`` is not None; in backward, for a second derivative.
+
+    Warns:
+        UserWarning: once, if torch.distributed runs several ranks and ``group`` is None.
     """
     checks.features("img", img)
     checks.features("txt", txt)
@@ -214,6 +233,20 @@ def info_nce(
     group: Any = ...,
     strategy: str = ...,
     grad_reduction: str = ...,
+    return_stats: Literal[True],
+) -> InfoNCEOutput: ...
+@overload
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    target: Tensor | None = ...,
+    logit_scale: float | Tensor = ...,
+    *,
+    normalize: bool = ...,
+    reduction: str = ...,
+    group: Any = ...,
+    strategy: str = ...,
+    grad_reduction: str = ...,
     return_stats: bool,
 ) -> Tensor | InfoNCEOutput: ...
 def info_nce(
@@ -236,7 +269,8 @@ def info_nce(
 
     Args:
         query: [M, D] float16, bfloat16, float32 or float64; any strides.
-        key: [N, D] on the same device.
+        key: [N, D] on the same device; dtypes are promoted as in :func:`contrastive_loss`, and so
+            is the dtype of the loss.
         target: [M] int64, each query's key, on the queries' device. None stands for
             ``i * (N // M)``: N is a multiple of M and the positive comes first in each group.
             A target outside [0, N) is a ValueError on a CPU; on a GPU, and inside a compiled
@@ -284,4 +318,5 @@ def _poison(losses: Tensor, target: Tensor, keys: int) -> Tensor:
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         return losses
     valid = (target >= 0) & (target < keys)
-    return losses * torch.where(valid, 1.0, torch.nan)
+    # a factor, not a choice: it must reach the gradient too
+    return losses * torch.where(valid, 1.0, torch.nan).to(losses.dtype)

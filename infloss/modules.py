@@ -20,11 +20,13 @@ class ContrastiveLoss(nn.Module):
         learnable: make the logarithm a parameter; otherwise a buffer.
         max_logit_scale: upper bound. While training, the parameter itself is brought back to the
             bound before it is used (Radford et al. 2021 use 100), so that its gradient stays true
-            and it can come down again. None: no bound.
+            and it can come down again; in evaluation the scale is used as it is. None: no bound.
         normalize, reduction, group, strategy, grad_reduction: see :func:`contrastive_loss`.
 
     Raises:
-        ValueError: a scale that is not positive, or an initial scale above the bound.
+        TypeError: a scale that is no number, a flag that is no bool.
+        ValueError: a scale that is not positive, an initial scale above the bound, an unknown
+            string.
     """
 
     log_logit_scale: Tensor
@@ -42,13 +44,18 @@ class ContrastiveLoss(nn.Module):
         grad_reduction: str = "mean",
     ) -> None:
         super().__init__()
-        if not 0 < logit_scale < math.inf:
+        checks.number("logit_scale", logit_scale)
+        if not 0 < logit_scale <= checks.LARGEST_SCALE:
             raise ValueError(f"logit_scale: expected a positive number, got {logit_scale}")
-        if max_logit_scale is not None and not max_logit_scale >= logit_scale:
-            raise ValueError(
-                f"max_logit_scale: expected at least logit_scale = {logit_scale}, "
-                f"got {max_logit_scale}"
-            )
+        if max_logit_scale is not None:
+            checks.number("max_logit_scale", max_logit_scale)
+            if not max_logit_scale >= logit_scale:
+                raise ValueError(
+                    f"max_logit_scale: expected at least logit_scale = {logit_scale}, "
+                    f"got {max_logit_scale}"
+                )
+        checks.flag("learnable", learnable)
+        checks.flag("normalize", normalize)
         checks.one_of("reduction", reduction, checks.REDUCTIONS)
         checks.one_of("strategy", strategy, checks.STRATEGIES)
         checks.one_of("grad_reduction", grad_reduction, checks.GRAD_REDUCTIONS)
@@ -91,8 +98,10 @@ class ContrastiveLoss(nn.Module):
 
     def extra_repr(self) -> str:
         learnable = isinstance(self.log_logit_scale, nn.Parameter)
+        known = not self.log_logit_scale.is_meta
+        scale = f"{self.logit_scale.item():.4g}" if known else "meta"
         return (
-            f"logit_scale={self.logit_scale.item():.4g}, learnable={learnable}, "
+            f"logit_scale={scale}, learnable={learnable}, "
             f"max_logit_scale={self.max_logit_scale}, normalize={self.normalize}, "
             f"reduction={self.reduction!r}"
         )

@@ -133,7 +133,8 @@ class PairLosses(NamedTuple):
 
 def _inverse_norms(x: Tensor) -> Tensor:
     out = torch.empty(x.size(0), dtype=stats_dtype(x.dtype), device=x.device)
-    torch.ops.infloss.inv_norm(x if x.stride(1) == 1 else x.contiguous(), out)
+    # the kernel reads rows with unit stride
+    torch.ops.infloss.inv_norm(x if x.stride(1) == 1 or not x.is_cuda else x.contiguous(), out)
     return out
 
 

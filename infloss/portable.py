@@ -296,8 +296,8 @@ def grad(
         if dx_acc is not None:
             _finish_rows(dx[r], dx_acc, x[r], _part(x_inv_norm, r), logit_scale)
     if need_y:
-        for r in _spans(y.size(0), row_spans[0].stop):
-            _finish_rows(dy[r], dy_acc[r], y[r], _part(y_inv_norm, r), logit_scale)
+        for c in col_spans:
+            _finish_rows(dy[c], dy_acc[c], y[c], _part(y_inv_norm, c), logit_scale)
     return dx, dy, dscale.sum() if need_scale else sim.new(0)
 
 

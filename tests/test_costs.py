@@ -73,3 +73,13 @@ def test_no_grad_costs_the_forward_alone(
 def test_statistics_come_from_the_same_pass(loss: Callable[..., Any], device: torch.device) -> None:
     x, y = normal(32, 8).to(device), normal(32, 8, seed=1).to(device)
     assert gemms(lambda: loss(x, y, 3.0, return_stats=True)) == 1
+
+
+def test_one_query_against_many_keys_takes_few_steps() -> None:
+    """Work on the keys' gradient goes by tiles of keys, however few the queries."""
+    query = torch.randn(1, 8, requires_grad=True)
+    key = torch.randn(5000, 8, requires_grad=True)
+    loss = infloss.info_nce(query, key, torch.zeros(1, dtype=torch.int64))
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        loss.backward()
+    assert len(profiled.events()) < 2000

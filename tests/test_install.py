@@ -6,6 +6,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import infloss
 
 ROOT = Path(__file__).parent.parent
 NO_NVCC = {"CUDA_HOME": "/nonexistent", "CUDA_PATH": "/nonexistent"}
+BUILD_SWITCHES = ("FORCE_CUDA", "INFLOSS_REQUIRE_CUDA", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS")
 PROBE = """
 import torch, infloss
 info = infloss.build_info()
@@ -33,10 +35,11 @@ torch.testing.assert_close(loss, expected)
 def run(
     *command: str | Path, env: dict[str, str] | None = None, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if key not in BUILD_SWITCHES}
     return subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
-        env={**os.environ, **(env or {})},
+        env={**inherited, **(env or {})},
         capture_output=True,
         text=True,
         check=False,
@@ -49,10 +52,11 @@ def setup_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.chdir(ROOT)
     before = dict(os.environ)
-    monkeypatch.setenv("FORCE_CUDA", "0")
+    for name in BUILD_SWITCHES:
+        os.environ.pop(name, None)
+    os.environ["FORCE_CUDA"] = "0"
     yield runpy.run_path("setup.py")
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
+    os.environ.clear()
     os.environ.update(before)
 
 
@@ -61,7 +65,7 @@ def copy_of_sources(folder: Path) -> Path:
     ignore = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("csrc", "infloss"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
@@ -76,6 +80,17 @@ def test_builds_and_works_without_nvcc(tmp_path: Path) -> None:
     assert "building WITHOUT CUDA kernels" in built.stdout + built.stderr
     probe = run(sys.executable, "-c", PROBE, env={"PYTHONPATH": str(target)}, cwd=tmp_path)
     assert probe.returncode == 0, probe.stderr
+
+
+def test_a_source_distribution_can_be_built_from(tmp_path: Path) -> None:
+    source = copy_of_sources(tmp_path / "source")
+    made = run(sys.executable, "setup.py", "-q", "sdist", env={"FORCE_CUDA": "0"}, cwd=source)
+    assert made.returncode == 0, made.stderr
+    (archive,) = (source / "dist").iterdir()
+    with tarfile.open(archive) as files:
+        names = {name.partition("/")[2] for name in files.getnames()}
+    for path in (ROOT / "csrc").rglob("*.*"):
+        assert str(path.relative_to(ROOT)) in names
 
 
 def test_required_cuda_without_nvcc_is_an_error() -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def peak_on_cpu(batch: int, dim: int, dtype: str = "float32", limit: int = 256 *
         pytest.skip("reads the peak from /proc")
     run = subprocess.run(
         [sys.executable, "-c", PEAK_SCRIPT, str(batch), str(dim), dtype, str(limit)],
+        cwd=Path(__file__).parent,  # not where the uncompiled package lies
         capture_output=True,
         text=True,
         check=False,

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -198,3 +199,22 @@ def test_a_bound_below_the_scale_is_refused(bad: float) -> None:
 def test_an_unknown_choice_is_refused_at_construction(option: str) -> None:
     with pytest.raises(ValueError, match=f"^{option}: expected one of .* got 'other'"):
         infloss.ContrastiveLoss(**{option: "other"})
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"logit_scale": "14"}, "logit_scale"),
+        ({"logit_scale": True}, "logit_scale"),
+        ({"max_logit_scale": "100"}, "max_logit_scale"),
+        ({"learnable": "no"}, "learnable"),
+        ({"normalize": 1}, "normalize"),
+    ],
+)
+def test_options_of_a_wrong_type_are_refused(options: dict[str, Any], argument: str) -> None:
+    with pytest.raises(TypeError, match=f"^{argument}: expected"):
+        infloss.ContrastiveLoss(**options)
+
+
+def test_a_module_without_data_can_be_printed() -> None:
+    assert "logit_scale=meta" in repr(infloss.ContrastiveLoss().to("meta"))
