@@ -1,7 +1,9 @@
 """The portable path beside dense torch on a CPU: time in turns, memory in fresh processes.
 
 ``python bench/cpu.py`` times one training step of B=8192, D=512 in fp32 and prints infloss / dense
-for time (target: at most 0.7) and for peak memory beyond inputs and gradients (target: below 1/20).
+for time (target: at most 0.7) and for peak memory beyond inputs and gradients (target: below 1/20),
+with dense as open_clip writes it; the leaner dense form, one logit matrix read both ways, stands
+beside it.
 ``--large`` adds B=65,536, D=64, infloss alone: the peak of the whole process (target: below 1 GiB).
 """
 
@@ -43,9 +45,9 @@ COLUMNS = [
     Column("fwd_bwd_burst_ms", "fwd+bwd burst ms", ".0f"),
     Column("fwd_bwd_sustained_ms", "fwd+bwd sustained ms", ".0f"),
     Column("fwd_sustained_ms", "fwd sustained ms", ".0f"),
-    Column("time_ratio", "time / dense", ".2f"),
+    Column("time_ratio", "infloss time / this", ".2f"),
     Column("beyond_mib", "MiB beyond inputs and gradients", ".1f"),
-    Column("memory_ratio", "memory / dense", ".3f"),
+    Column("memory_ratio", "infloss memory / this", ".3f"),
     Column("process_mib", "process MiB", ".0f"),
     Column("grad_error", "grad error", ".1e"),
     Column("status", "status"),
@@ -93,18 +95,20 @@ def measure_fresh(name: str, batch: int, dim: int) -> dict[str, float]:
 
 
 def compare(batch: int, dim: int, plan: Plan) -> list[dict[str, Any]]:
-    """Rows of dense-once and infloss, with the ratios on the row of infloss."""
-    names = ("dense-once", "infloss")
+    """Rows of both dense forms, each with infloss's ratio to it, and of infloss."""
+    names = ("dense", "dense-once", "infloss")
     benchmark = Benchmark([PEERS[name] for name in names], plan, check_cone=False)
-    dense, ours = benchmark.rows(cpu_shape(batch, dim))
-    for row in (dense, ours):
+    rows = benchmark.rows(cpu_shape(batch, dim))
+    for row in rows:
         fresh = measure_fresh(row["peer"], batch, dim)
         del row["peak_mib"]  # of this process, which has already run something large
         row.update(beyond_mib=fresh["beyond_mib"], process_mib=fresh["process_mib"])
-    if "fwd_bwd_sustained_ms" in dense and "fwd_bwd_sustained_ms" in ours:
-        ours["time_ratio"] = ours["fwd_bwd_sustained_ms"] / dense["fwd_bwd_sustained_ms"]
-    ours["memory_ratio"] = ours["beyond_mib"] / dense["beyond_mib"]
-    return [dense, ours]
+    *others, ours = rows
+    for other in others:
+        if "fwd_bwd_sustained_ms" in other and "fwd_bwd_sustained_ms" in ours:
+            other["time_ratio"] = ours["fwd_bwd_sustained_ms"] / other["fwd_bwd_sustained_ms"]
+        other["memory_ratio"] = ours["beyond_mib"] / other["beyond_mib"]
+    return rows
 
 
 def large_row() -> dict[str, Any]:
@@ -117,15 +121,14 @@ def large_row() -> dict[str, Any]:
 
 
 def missed_targets(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What the rows of infloss miss, in words; a row without its figure misses too."""
+    """Which targets the rows miss, in words; a row without its figure misses too."""
     missed = []
     for row in rows:
-        if row["peer"] != "infloss":
-            continue
+        limits: dict[str, float] = {}
+        if row["peer"] == "dense":
+            limits = {"time_ratio": TIME_TARGET, "memory_ratio": MEMORY_TARGET}
         if (row["batch"], row["dim"]) == LARGE:
             limits = {"process_mib": LARGE_TARGET_MIB}
-        else:
-            limits = {"time_ratio": TIME_TARGET, "memory_ratio": MEMORY_TARGET}
         for key, limit in limits.items():
             if row.get(key, float("inf")) > limit:
                 missed.append(f"{key} {row.get(key)}, target {limit}")
