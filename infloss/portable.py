@@ -268,6 +268,8 @@ def grad(
     sim = Similarity(
         x, y, logit_scale, x_inv_norm, y_inv_norm, target, target_offset, target_stride, workspace
     )
+    if row_weight is None and col_weight is None:
+        raise ValueError("row_weight, col_weight: expected at least one of them, got None for both")
     coefficients = Coefficients(sim, row_stats, row_weight, col_stats, col_weight, target_weight)
     dim = x.size(1)
     dx = torch.empty((x.size(0) if need_x else 0, dim), dtype=x.dtype, device=x.device)

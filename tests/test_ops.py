@@ -238,3 +238,25 @@ def test_a_positive_outside_the_columns_is_nan_in_the_raw_lse(device: torch.devi
     arguments[6] = 3  # offset: rows 3, 4 and 5 have their positive in another block
     _, _, positive, _, _ = OPS.lse(*arguments)
     assert positive.isnan().tolist() == [False, False, False, True, True, True]
+
+
+def test_a_gradient_without_weights_is_refused() -> None:
+    x = torch.randn(3, 2)
+    arguments = dict.fromkeys(
+        ("x_inv_norm", "y_inv_norm", "target", "row_stats", "row_weight", "col_stats", "col_weight")
+    )
+    with pytest.raises(ValueError, match="row_weight, col_weight: expected at least one"):
+        torch.ops.infloss.grad(
+            x,
+            x,
+            torch.tensor(1.0),
+            **arguments,
+            target_offset=0,
+            target_stride=1,
+            target_weight=torch.ones(3),
+            centre=None,
+            need_x=True,
+            need_y=True,
+            need_scale=False,
+            workspace=1 << 20,
+        )
