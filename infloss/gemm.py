@@ -1,9 +1,9 @@
 """Tile products of the portable path, with float32 results from half-precision operands.
 
 On a GPU, half-precision operands go to the tensor cores as they are and come out in float32. An
-accumulation-dtype factor (a tile of G) is split into two half-precision terms first, so that what
-the tensor cores see of it keeps 16 bits (bfloat16) or more; rounding it to one term would leave an
-error along the mean feature many times that of float32 arithmetic. Elsewhere operands are widened.
+accumulation-dtype factor (a tile of G) is split into half-precision terms first, enough of them to
+keep its float32 digits: its rows and columns sum to almost nothing, so that what a rounding leaves
+out would appear along the mean feature many times over. Elsewhere operands are widened.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HALF = (torch.bfloat16, torch.float16)
+# half-precision dtypes, and how many terms of each hold a float32 value
+TERMS = {torch.bfloat16: 3, torch.float16: 2}
 # float16 spans 2^-24 .. 65504: a tile is scaled so that its largest entry lands near 2^14
 HALF_TOP = 14.0
 # below this a tile counts as zero; keeps the unit a normal float32
@@ -19,11 +20,11 @@ SPLIT_FLOOR = 1e-30
 
 
 def _on_tensor_cores(operand: Tensor) -> bool:
-    return operand.dtype in HALF and operand.device.type == "cuda"
+    return operand.dtype in TERMS and operand.device.type == "cuda"
 
 
 def _wide(operand: Tensor) -> Tensor:
-    return operand.float() if operand.dtype in HALF else operand
+    return operand.float() if operand.dtype in TERMS else operand
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -51,9 +52,11 @@ def factor(g: Tensor, operand: Tensor) -> Factor:
         return Factor((g,), None)
     top = torch.linalg.vector_norm(g, torch.inf).clamp_min(SPLIT_FLOOR)
     unit = torch.exp2(torch.floor(torch.log2(top)) - HALF_TOP)
-    high = g.div_(unit).to(operand.dtype)
-    low = g.sub_(high).to(operand.dtype)
-    return Factor((high, low), unit)
+    rest, terms = g.div_(unit), []
+    for _ in range(TERMS[operand.dtype]):
+        terms.append(rest.to(operand.dtype))
+        rest.sub_(terms[-1])
+    return Factor(tuple(terms), unit)
 
 
 def accumulate(acc: Tensor, g: Factor, b: Tensor) -> None:
