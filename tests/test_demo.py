@@ -6,15 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.mark.slow
-def test_one_epoch_of_the_demo(tmp_path: Path) -> None:
+def test_one_epoch_of_the_demo(tmp_path: Path, device: torch.device) -> None:
     output = tmp_path / "demo.png"
-    command = ["train_emoji.py", "--epochs", "1", "--device", "cpu", "--output", str(output)]
+    command = ["train_emoji.py", "--epochs", "1", "--device", str(device), "--output", str(output)]
     run = subprocess.run(
         [sys.executable, *command], cwd=EXAMPLES, capture_output=True, text=True, check=False
     )
