@@ -22,10 +22,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from infloss import library, portable
+from infloss import library, portable  # noqa: F401  (library registers the schemas)
 from infloss.portable import stats_dtype
-
-assert library  # its import registered the schemas
 
 _lib = torch.library.Library("infloss", "FRAGMENT")
 

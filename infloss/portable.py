@@ -60,11 +60,10 @@ def _spans(size: int, step: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Similarity:
-    """S in tiles, and where its positives lie."""
+    """<x_i, y_j> in tiles, norms applied, and where the positives lie."""
 
     x: Tensor  # [M, D]
     y: Tensor  # [N, D]
-    logit_scale: Tensor  # []
     x_inv_norm: Tensor | None  # [M]
     y_inv_norm: Tensor | None  # [N]
     target: Tensor | None  # [M] int64; None: row i's positive is column offset + i * stride
@@ -82,8 +81,7 @@ class Similarity:
     def spans(self) -> tuple[list[slice], list[slice]]:
         """Row and column spans of the tiles."""
         on_cpu = self.x.device.type == "cpu"
-        itemsize = torch.empty((), dtype=self.dtype, device="meta").element_size()
-        rows, cols = tile_shape(self.x.size(1), itemsize, self.workspace, on_cpu)
+        rows, cols = tile_shape(self.x.size(1), self.dtype.itemsize, self.workspace, on_cpu)
         return list(_spans(self.x.size(0), rows)), list(_spans(self.y.size(0), cols))
 
     def cosine(self, rows: slice, cols: slice) -> Tensor:
@@ -170,9 +168,7 @@ def lse(
     workspace: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics of S in one sweep over its tiles; see ``infloss::lse`` in ops.py."""
-    sim = Similarity(
-        x, y, logit_scale, x_inv_norm, y_inv_norm, target, target_offset, target_stride, workspace
-    )
+    sim = Similarity(x, y, x_inv_norm, y_inv_norm, target, target_offset, target_stride, workspace)
     m, n = x.size(0), y.size(0)
     row_stats = _empty_stats(sim, m if rows else 0)
     col_stats = _empty_stats(sim, n if cols else 0)
@@ -265,9 +261,7 @@ def grad(
     workspace: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by recomputing each tile once; see ``infloss::grad`` in ops.py."""
-    sim = Similarity(
-        x, y, logit_scale, x_inv_norm, y_inv_norm, target, target_offset, target_stride, workspace
-    )
+    sim = Similarity(x, y, x_inv_norm, y_inv_norm, target, target_offset, target_stride, workspace)
     if row_weight is None and col_weight is None:
         raise ValueError("row_weight, col_weight: expected at least one of them, got None for both")
     coefficients = Coefficients(sim, row_stats, row_weight, col_stats, col_weight, target_weight)

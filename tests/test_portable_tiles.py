@@ -51,7 +51,7 @@ def test_a_larger_workspace_never_shrinks_a_tile(
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 4096))
 def test_spans_cover_every_row_and_column_once(m: int, n: int, dim: int) -> None:
     x, y = torch.empty(m, 1).expand(m, dim), torch.empty(n, 1).expand(n, dim)
-    sim = portable.Similarity(x, y, torch.ones(()), None, None, None, 0, 1, MIB)
+    sim = portable.Similarity(x, y, None, None, None, 0, 1, MIB)
     for size, spans in zip((m, n), sim.spans(), strict=True):
         assert [i for span in spans for i in range(span.start, span.stop)] == list(range(size))
 
@@ -60,7 +60,7 @@ def test_spans_cover_every_row_and_column_once(m: int, n: int, dim: int) -> None
 def test_every_positive_lies_in_exactly_one_tile(m: int, stride: int, offset: int) -> None:
     """With an offset, as where the columns are one block of a larger batch."""
     x, y = normal(m, 3), normal(m * stride + 7, 3)
-    sim = portable.Similarity(x, y, torch.ones(()), None, None, None, offset, stride, MIB)
+    sim = portable.Similarity(x, y, None, None, None, offset, stride, MIB)
     rows = slice(0, m)
     found = torch.full((m,), -1)
     for start in range(0, len(y), 5):
