@@ -123,7 +123,7 @@ def extension():
         name="infloss._C",
         sources=sources,
         include_dirs=[str(Path("csrc").resolve())],
-        depends=sorted(str(path) for path in Path("csrc").rglob("*.h")),
+        depends=sorted(str(path) for path in Path("csrc").rglob("*.*h")),
         define_macros=macros,
         extra_compile_args=flags,
         py_limited_api=True,

@@ -7,73 +7,26 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <random>
 #include <vector>
 
-#include "common/check.h"
+#include "native/buffer.h"
+#include "native/compare.h"
+#include "native/random.h"
+#include "native/timer.h"
 #include "stats/launch.h"
 
 namespace {
 
+using infloss::bench::DeviceBuffer;
+using infloss::bench::difference;
+using infloss::bench::median_us;
+using infloss::bench::random_values;
+
 constexpr int kExitSkipped = 77;
-constexpr int kRepeats = 20;
 constexpr double kTolerance = 1e-6;
 
-class DeviceBuffer {
-  public:
-    explicit DeviceBuffer(const std::vector<float>& host) : bytes_(host.size() * sizeof(float)) {
-        INFLOSS_CUDA_CHECK(cudaMalloc(&data_, bytes_));
-        upload(host);
-    }
-    ~DeviceBuffer() { cudaFree(data_); }
-    DeviceBuffer(const DeviceBuffer&) = delete;
-    DeviceBuffer& operator=(const DeviceBuffer&) = delete;
-
-    void upload(const std::vector<float>& host) {
-        INFLOSS_CUDA_CHECK(cudaMemcpy(data_, host.data(), bytes_, cudaMemcpyHostToDevice));
-    }
-    std::vector<float> download() const {
-        std::vector<float> host(bytes_ / sizeof(float));
-        INFLOSS_CUDA_CHECK(cudaMemcpy(host.data(), data_, bytes_, cudaMemcpyDeviceToHost));
-        return host;
-    }
-    void* data() const { return data_; }
-
-  private:
-    void* data_ = nullptr;
-    size_t bytes_;
-};
-
-std::vector<float> random_values(size_t count, float low, float high, unsigned seed) {
-    std::mt19937 generator(seed);
-    std::uniform_real_distribution<float> uniform(low, high);
-    std::vector<float> values(count);
-    for (float& value : values) value = uniform(generator);
-    return values;
-}
-
-// Median microseconds of one call of `launch` on the default stream.
-template <typename Launch>
-double median_us(const Launch& launch) {
-    cudaEvent_t start, stop;
-    INFLOSS_CUDA_CHECK(cudaEventCreate(&start));
-    INFLOSS_CUDA_CHECK(cudaEventCreate(&stop));
-    std::vector<float> times(kRepeats);
-    for (float& time : times) {
-        INFLOSS_CUDA_CHECK(cudaEventRecord(start));
-        launch();
-        INFLOSS_CUDA_CHECK(cudaEventRecord(stop));
-        INFLOSS_CUDA_CHECK(cudaEventSynchronize(stop));
-        INFLOSS_CUDA_CHECK(cudaEventElapsedTime(&time, start, stop));
-    }
-    INFLOSS_CUDA_CHECK(cudaEventDestroy(start));
-    INFLOSS_CUDA_CHECK(cudaEventDestroy(stop));
-    std::nth_element(times.begin(), times.begin() + kRepeats / 2, times.end());
-    return 1e3 * times[kRepeats / 2];
-}
-
 double relative_error(double out, double exact) {
-    return std::abs(out - exact) / std::max(std::abs(exact), 1e-30);
+    return difference(out, exact) / std::max(std::abs(exact), 1e-30);
 }
 
 bool report(const char* kernel, const char* shape, double error, double us, double bytes) {
@@ -94,7 +47,7 @@ bool check_inv_norm(int64_t rows, int64_t dim) {
     const infloss::InvNormParams params{
         device_x.data(), device_out.data(), rows, dim, dim, infloss::DType::f32, nullptr};
     infloss::launch_inv_norm(params);
-    const auto out = device_out.download();
+    const auto out = device_out.download<float>();
     double error = 0;
     for (int64_t i = 0; i < rows; ++i) {
         double sum = 0;
@@ -118,24 +71,25 @@ bool check_merge_stats(int64_t count, int64_t rows) {
         }
     DeviceBuffer device_stats(stats);
     const DeviceBuffer device_partials(partials);
-    const infloss::MergeStatsParams params{device_stats.data(),
-                                           device_partials.data(),
-                                           rows,
-                                           count,
-                                           rows,
-                                           2 * rows,
-                                           rows,
-                                           infloss::DType::f32,
-                                           nullptr};
+    const infloss::MergeStatsParams params{.stats = device_stats.data(),
+                                           .partials = device_partials.data(),
+                                           .rows = rows,
+                                           .count = count,
+                                           .stats_stride = rows,
+                                           .partial_stride = 2 * rows,
+                                           .part_stride = rows,
+                                           .overwrite = false,
+                                           .dtype = infloss::DType::f32,
+                                           .stream = nullptr};
     infloss::launch_merge_stats(params);
-    const auto out = device_stats.download();
+    const auto out = device_stats.download<float>();
     double error = 0;
     for (int64_t i = 0; i < rows; ++i) {
         double sum = stats[rows + i] * std::exp(double(stats[i]));
         for (int64_t k = 0; k < count; ++k)
             sum += partials[(2 * k + 1) * rows + i] * std::exp(double(partials[2 * k * rows + i]));
         const double lse = out[i] + std::log(double(out[rows + i]));
-        error = std::max(error, std::abs(std::exp(lse - std::log(sum)) - 1));
+        error = std::max(error, difference(std::exp(lse - std::log(sum)), 1));
     }
     char shape[64];
     std::snprintf(shape, sizeof shape, "%lld x 2 x %lld", (long long)count, (long long)rows);

@@ -1,7 +1,7 @@
 // Room 3, the desk: the schemas of all ops (their one contract; infloss/ops.py says what each
-// computes), and for ops with a compiled kernel the way from tensors to a plain Params struct.
+// computes), and for the compiled ones, *_out, the way from tensors to a plain Params struct.
 //
-// Outputs are allocated by the caller in Python, so that running out of memory stays
+// Outputs and workspace are allocated by the caller in Python, so that running out of memory stays
 // torch.OutOfMemoryError.
 
 #include <torch/csrc/stable/library.h>
@@ -9,16 +9,30 @@
 STABLE_TORCH_LIBRARY(infloss, m) {
     m.def("inv_norm(Tensor x, Tensor(a!) out) -> ()");
     m.def("merge_stats(Tensor(a!) stats, Tensor partials) -> ()");
+    m.def("inv_norm_out(Tensor x, Tensor(a!) out) -> ()");
+    m.def("merge_stats_out(Tensor(a!) stats, Tensor partials) -> ()");
     m.def(
         "lse(Tensor x, Tensor y, Tensor logit_scale, Tensor? x_inv_norm, Tensor? y_inv_norm, "
         "Tensor? target, SymInt target_offset, SymInt target_stride, bool rows, bool cols, "
-        "bool hardest, SymInt workspace) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+        "bool hardest, SymInt workspace, str path) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
     m.def(
         "grad(Tensor x, Tensor y, Tensor logit_scale, Tensor? x_inv_norm, Tensor? y_inv_norm, "
         "Tensor? target, SymInt target_offset, SymInt target_stride, Tensor? row_stats, "
         "Tensor? row_weight, Tensor? col_stats, Tensor? col_weight, Tensor target_weight, "
-        "Tensor? centre, bool need_x, bool need_y, bool need_scale, SymInt workspace) "
+        "Tensor? centre, bool need_x, bool need_y, bool need_scale, SymInt workspace, str path) "
         "-> (Tensor, Tensor, Tensor)");
+    // Both return the bytes of workspace that the call needs; without one they do only that.
+    m.def(
+        "lse_out(Tensor x, Tensor y, Tensor logit_scale, Tensor? x_inv_norm, Tensor? y_inv_norm, "
+        "Tensor? target, int target_offset, int target_stride, bool tf32, int limit, "
+        "Tensor(a!)? row_stats, Tensor(b!)? col_stats, Tensor(c!) positive, "
+        "Tensor(d!)? row_hardest, Tensor(e!)? col_hardest, Tensor(f!)? workspace) -> int");
+    m.def(
+        "grad_out(Tensor x, Tensor y, Tensor logit_scale, Tensor? x_inv_norm, Tensor? y_inv_norm, "
+        "Tensor? target, int target_offset, int target_stride, bool tf32, int limit, "
+        "Tensor? row_stats, Tensor? row_weight, Tensor? col_stats, Tensor? col_weight, "
+        "Tensor target_weight, Tensor? centre, Tensor x_input, Tensor y_input, Tensor(a!)? dx, "
+        "Tensor(b!)? dy, Tensor(c!)? dscale, Tensor(d!)? workspace) -> int");
 }
 
 #ifdef INFLOSS_WITH_CUDA
@@ -27,11 +41,18 @@ STABLE_TORCH_LIBRARY(infloss, m) {
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
+
+#include "sm80/launch.h"
 #include "stats/launch.h"
 
 namespace {
 
+using infloss::Arithmetic;
 using infloss::DType;
+using infloss::GradParams;
+using infloss::LseParams;
+using infloss::PairParams;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using torch::stable::accelerator::DeviceGuard;
@@ -109,16 +130,174 @@ void merge_stats(Tensor& stats, const Tensor& partials) {
         .stats_stride = stats.stride(0),
         .partial_stride = partials.stride(0),
         .part_stride = partials.stride(1),
+        .overwrite = false,
         .dtype = dtype,
         .stream = current_stream(stats),
     });
 }
 
+Arithmetic to_arithmetic(const Tensor& x, bool tf32) {
+    switch (to_dtype("x", x)) {
+        case DType::f16:
+            return Arithmetic::f16;
+        case DType::bf16:
+            return Arithmetic::bf16;
+        case DType::f32:
+            return tf32 ? Arithmetic::tf32 : Arithmetic::tf32x3;
+        default:
+            STD_TORCH_CHECK(false, "x: expected float16, bfloat16 or float32");
+    }
+}
+
+// Rows that 16-byte copies can read.
+void check_features(const char* name, const Tensor& tensor, const Tensor& x) {
+    constexpr uintptr_t kAlignment = 16;
+    STD_TORCH_CHECK(tensor.dim() == 2 && tensor.size(1) == x.size(1), name,
+                    ": expected 2 dimensions, the second of size ", x.size(1));
+    STD_TORCH_CHECK(tensor.scalar_type() == x.scalar_type(), name, ": expected the dtype of x");
+    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index(), name,
+                    ": expected the device of x, cuda:", x.get_device_index());
+    const auto bytes = static_cast<uintptr_t>(tensor.stride(0) * tensor.element_size());
+    STD_TORCH_CHECK(tensor.size(1) <= 1 || tensor.stride(1) == 1, name,
+                    ": expected column stride 1, got ", tensor.stride(1));
+    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment == 0 &&
+                        (tensor.size(0) <= 1 || bytes % kAlignment == 0),
+                    name, ": expected rows that start on 16-byte boundaries");
+}
+
+// A contiguous vector or scalar of `count` values beside x; null where not given.
+template <typename T>
+T* values(const char* name, const std::optional<Tensor>& tensor, ScalarType dtype, int64_t count,
+          const Tensor& x) {
+    if (!tensor.has_value()) return nullptr;
+    STD_TORCH_CHECK(tensor->is_cuda() && tensor->get_device_index() == x.get_device_index(), name,
+                    ": expected the device of x, cuda:", x.get_device_index());
+    STD_TORCH_CHECK(tensor->scalar_type() == dtype, name, ": expected ScalarType ",
+                    static_cast<int>(dtype), ", got ", static_cast<int>(tensor->scalar_type()));
+    STD_TORCH_CHECK(tensor->is_contiguous() && tensor->numel() == count, name,
+                    ": expected a contiguous tensor of ", count, " values, got ", tensor->numel());
+    return static_cast<T*>(const_cast<void*>(tensor->const_data_ptr()));
+}
+
+float* floats(const char* name, const std::optional<Tensor>& tensor, int64_t count,
+              const Tensor& x) {
+    return values<float>(name, tensor, ScalarType::Float, count, x);
+}
+
+PairParams pair_params(const Tensor& x, const Tensor& y, const Tensor& logit_scale,
+                       const std::optional<Tensor>& x_inv_norm,
+                       const std::optional<Tensor>& y_inv_norm, const std::optional<Tensor>& target,
+                       int64_t target_offset, int64_t target_stride, bool tf32, int64_t limit,
+                       const std::optional<Tensor>& workspace) {
+    check_features("x", x, x);
+    check_features("y", y, x);
+    return {
+        .x = x.const_data_ptr(),
+        .y = y.const_data_ptr(),
+        .logit_scale = floats("logit_scale", logit_scale, 1, x),
+        .x_inv_norm = floats("x_inv_norm", x_inv_norm, x.size(0), x),
+        .y_inv_norm = floats("y_inv_norm", y_inv_norm, y.size(0), x),
+        .target = values<int64_t>("target", target, ScalarType::Long, x.size(0), x),
+        .m = x.size(0),
+        .n = y.size(0),
+        .dim = x.size(1),
+        .x_stride = x.stride(0),
+        .y_stride = y.stride(0),
+        .target_offset = target_offset,
+        .target_stride = target_stride,
+        .arithmetic = to_arithmetic(x, tf32),
+        .workspace_limit = limit,
+        .workspace = workspace.has_value() ? workspace->mutable_data_ptr() : nullptr,
+        .stream = current_stream(x),
+    };
+}
+
+void check_workspace(const Tensor& workspace, int64_t bytes) {
+    const int64_t got = workspace.numel() * workspace.element_size();
+    STD_TORCH_CHECK(workspace.is_contiguous() && got >= bytes, "workspace: expected ", bytes,
+                    " bytes, got ", got);
+}
+
+int64_t lse_out(const Tensor& x, const Tensor& y, const Tensor& logit_scale,
+                const std::optional<Tensor>& x_inv_norm, const std::optional<Tensor>& y_inv_norm,
+                const std::optional<Tensor>& target, int64_t target_offset, int64_t target_stride,
+                bool tf32, int64_t limit, const std::optional<Tensor>& row_stats,
+                const std::optional<Tensor>& col_stats, const Tensor& positive,
+                const std::optional<Tensor>& row_hardest, const std::optional<Tensor>& col_hardest,
+                const std::optional<Tensor>& workspace) {
+    const DeviceGuard guard(x.get_device_index());
+    const LseParams params{
+        .pair = pair_params(x, y, logit_scale, x_inv_norm, y_inv_norm, target, target_offset,
+                            target_stride, tf32, limit, workspace),
+        .row_stats = floats("row_stats", row_stats, 2 * x.size(0), x),
+        .col_stats = floats("col_stats", col_stats, 2 * y.size(0), x),
+        .positive = floats("positive", positive, x.size(0), x),
+        .row_hardest = floats("row_hardest", row_hardest, x.size(0), x),
+        .col_hardest = floats("col_hardest", col_hardest, y.size(0), x),
+    };
+    STD_TORCH_CHECK(!col_stats.has_value() || (!target.has_value() && target_stride > 0),
+                    "col_stats: expected none with an explicit target or a stride below 1");
+    const int64_t bytes = infloss::sm80::lse_workspace_bytes(params);
+    if (workspace.has_value()) {
+        check_workspace(*workspace, bytes);
+        infloss::sm80::launch_lse(params);
+    }
+    return bytes;
+}
+
+int64_t grad_out(const Tensor& x, const Tensor& y, const Tensor& logit_scale,
+                 const std::optional<Tensor>& x_inv_norm, const std::optional<Tensor>& y_inv_norm,
+                 const std::optional<Tensor>& target, int64_t target_offset, int64_t target_stride,
+                 bool tf32, int64_t limit, const std::optional<Tensor>& row_stats,
+                 const std::optional<Tensor>& row_weight, const std::optional<Tensor>& col_stats,
+                 const std::optional<Tensor>& col_weight, const Tensor& target_weight,
+                 const std::optional<Tensor>& centre, const Tensor& x_input, const Tensor& y_input,
+                 const std::optional<Tensor>& dx, const std::optional<Tensor>& dy,
+                 const std::optional<Tensor>& dscale, const std::optional<Tensor>& workspace) {
+    const DeviceGuard guard(x.get_device_index());
+    const int64_t m = x.size(0), n = y.size(0), dim = x.size(1);
+    STD_TORCH_CHECK(row_stats.has_value() == row_weight.has_value() &&
+                        col_stats.has_value() == col_weight.has_value(),
+                    "row_weight, col_weight: expected exactly with their statistics");
+    STD_TORCH_CHECK(x_input.size(0) == m && y_input.size(0) == n && x_input.size(1) == dim &&
+                        y_input.size(1) == dim && y_input.scalar_type() == x_input.scalar_type(),
+                    "x_input, y_input: expected the shapes of x and y, and one dtype");
+    STD_TORCH_CHECK(dim <= 1 || (x_input.stride(1) == 1 && y_input.stride(1) == 1),
+                    "x_input, y_input: expected column stride 1");
+    const ScalarType out = x_input.scalar_type();
+    const GradParams params{
+        .pair = pair_params(x, y, logit_scale, x_inv_norm, y_inv_norm, target, target_offset,
+                            target_stride, tf32, limit, workspace),
+        .row_stats = floats("row_stats", row_stats, 2 * m, x),
+        .row_weight = floats("row_weight", row_weight, m, x),
+        .col_stats = floats("col_stats", col_stats, 2 * n, x),
+        .col_weight = floats("col_weight", col_weight, n, x),
+        .target_weight = floats("target_weight", target_weight, m, x),
+        .centre = floats("centre", centre, 1, x),
+        .x_input = x_input.const_data_ptr(),
+        .y_input = y_input.const_data_ptr(),
+        .x_input_stride = x_input.stride(0),
+        .y_input_stride = y_input.stride(0),
+        .input_dtype = to_dtype("x_input", x_input),
+        .dx = values<void>("dx", dx, out, m * dim, x),
+        .dy = values<void>("dy", dy, out, n * dim, x),
+        .dscale = floats("dscale", dscale, 1, x),
+    };
+    const int64_t bytes = infloss::sm80::grad_workspace_bytes(params);
+    if (workspace.has_value()) {
+        check_workspace(*workspace, bytes);
+        infloss::sm80::launch_grad(params);
+    }
+    return bytes;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(infloss, CUDA, m) {
-    m.impl("inv_norm", TORCH_BOX(&inv_norm));
-    m.impl("merge_stats", TORCH_BOX(&merge_stats));
+    m.impl("inv_norm_out", TORCH_BOX(&inv_norm));
+    m.impl("merge_stats_out", TORCH_BOX(&merge_stats));
+    m.impl("lse_out", TORCH_BOX(&lse_out));
+    m.impl("grad_out", TORCH_BOX(&grad_out));
 }
 
 #endif  // INFLOSS_WITH_CUDA

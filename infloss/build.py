@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from infloss import config, library
+from infloss import config, library, paths
 from infloss.version import __version__
 
 
@@ -17,10 +17,10 @@ def _nccl_version() -> str | None:
 
 
 def _device_paths() -> dict[str, str]:
-    paths = {"cpu": config.resolve_path()}
-    for index in range(torch.cuda.device_count()):
-        paths[f"cuda:{index}"] = config.resolve_path()
-    return paths
+    """What half-precision and float32 features on each device take; float64 stays portable."""
+    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    path = config.requested_path()
+    return {name: paths.resolve(path, torch.float32, torch.device(name)) for name in names}
 
 
 def build_info() -> dict[str, Any]:

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 MIB = 1 << 20
 DEFAULT_WORKSPACE = 256 * MIB
 MIN_WORKSPACE = MIB
-PATHS = ("portable",)
+AUTO = "auto"  # the fastest path that can take a call's features
+PATHS = ("portable", "sm80")
 
 _workspace = DEFAULT_WORKSPACE
-_path: str | None = None
+_path = AUTO
 
 
 def get_workspace_limit() -> int:
@@ -59,14 +60,15 @@ def use_path(path: str) -> Iterator[None]:
     """Force the named path for calls made inside the context (tests and benchmarks).
 
     Args:
-        path: one of the paths in this build (``infloss.build_info()["paths"]``).
+        path: "portable" (torch ops, any device and dtype) or "sm80" (CUDA kernels for compute
+            capability 8.0 and later; float16, bfloat16, float32).
 
     Raises:
-        ValueError: this build has no such path.
+        ValueError: there is no such path; from a call inside, if the path cannot take its features.
     """
     global _path
     if path not in PATHS:
-        raise ValueError(f"path: expected one of {PATHS} (the paths in this build), got {path!r}")
+        raise ValueError(f"path: expected one of {PATHS}, got {path!r}")
     before, _path = _path, path
     try:
         yield
@@ -74,6 +76,6 @@ def use_path(path: str) -> Iterator[None]:
         _path = before
 
 
-def resolve_path() -> str:
-    """The path that a call made now takes."""
-    return _path or "portable"
+def requested_path() -> str:
+    """The path that calls made now ask for: "auto" outside :func:`use_path`."""
+    return _path

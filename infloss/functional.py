@@ -190,6 +190,7 @@ def contrastive_loss(
         cols=True,
         hardest=return_stats,
         workspace=config.get_workspace_limit(),
+        path=config.requested_path(),
     )
     loss = _reduce((out.row_nll + out.col_nll) * 0.5, reduction)
     return _contrastive_output(loss, out) if return_stats else loss
@@ -304,6 +305,7 @@ def info_nce(
         normalize=normalize,
         hardest=return_stats,
         workspace=config.get_workspace_limit(),
+        path=config.requested_path(),
     )
     losses = out.row_nll if target is None else _poison(out.row_nll, target, key.size(0))
     loss = _reduce(losses, reduction)

@@ -1,6 +1,8 @@
 """Loads infloss._C, which registers the schemas and the compiled kernels."""
 
-import torch  # noqa: F401  (its libraries must be loaded first)
+import re
+
+import torch
 
 try:
     from infloss import _C
@@ -14,3 +16,39 @@ except ImportError as error:
 CUDA_ARCHS: tuple[str, ...] = tuple(_C.CUDA_ARCHS.split())
 CUDA_VERSION: str | None = _C.CUDA_VERSION or None
 TORCH_VERSION: str = _C.TORCH_VERSION
+
+
+def runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether code for ``arch``, such as "8.0", "8.0+PTX" or "9.0a", runs on a device.
+
+    Machine code runs on its own major version from its minor version on, PTX on everything later,
+    code for an architecture's own features ("a") only on just that.
+    """
+    found = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
+    if found is None:
+        return False
+    compiled = (int(found[1]), int(found[2]))
+    if found[3] == "a":
+        return capability == compiled
+    return capability >= compiled and (bool(found[4]) or capability[0] == compiled[0])
+
+
+def has_code_for(device: torch.device) -> bool:
+    """Whether any of the compiled architectures runs on a CUDA device."""
+    capability = torch.cuda.get_device_capability(device)
+    return any(runs_on(arch, capability) for arch in CUDA_ARCHS)
+
+
+def check_code_for(device: torch.device) -> None:
+    """Raise if :func:`has_code_for` is false.
+
+    Raises:
+        RuntimeError: naming the device's architecture and the library's.
+    """
+    if not has_code_for(device):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise RuntimeError(
+            f"infloss: the library has code for compute capability {', '.join(CUDA_ARCHS)}, but "
+            f"{device} is {major}.{minor}; build it with TORCH_CUDA_ARCH_LIST={major}.{minor}, or "
+            "use infloss.use_path('portable')"
+        )

@@ -15,6 +15,9 @@ scaled by inverse norms where given) and t(i) = target[i], or offset + i * strid
     dlogit_scale is sum_ij G_ij (<x_i, y_j> - centre). Where G sums to zero, as for every loss of a
     positive against a softmax, a centre changes nothing but the rounding: in a narrow cone of
     features all <x_i, y_j> are near one value, and sum_ij G_ij <x_i, y_j> is all cancellation.
+
+``path`` names the implementation (see paths.py). Those that end in ``_out`` are the compiled
+kernels themselves, which write into what their caller allocated.
 """
 
 from typing import Any, NamedTuple, NoReturn
@@ -22,19 +25,44 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from infloss import library, portable  # noqa: F401  (library registers the schemas)
+from infloss import config, library, paths, portable  # noqa: F401  (library has the schemas)
 from infloss.portable import stats_dtype
 
 _lib = torch.library.Library("infloss", "FRAGMENT")
 
 
-def _register_portable() -> None:
-    """The portable path serves every device that has no kernel of its own."""
-    for name in ("lse", "grad", "inv_norm", "merge_stats"):
-        _lib.impl(name, getattr(portable, name), "CompositeExplicitAutograd")
+def _inv_norm(x: Tensor, out: Tensor) -> None:
+    if paths.has_compiled_statistics(x):
+        # the kernel reads rows with unit stride
+        torch.ops.infloss.inv_norm_out(x if x.stride(1) == 1 else x.contiguous(), out)
+    else:
+        portable.inv_norm(x, out)
 
 
-_register_portable()
+def _merge_stats(stats: Tensor, partials: Tensor) -> None:
+    if paths.has_compiled_statistics(stats):
+        torch.ops.infloss.merge_stats_out(stats, partials)
+    else:
+        portable.merge_stats(stats, partials)
+
+
+def _lse(x: Tensor, *rest: Any) -> Any:
+    *arguments, path = rest
+    return paths.implementation(path, x).lse(x, *arguments)
+
+
+def _grad(x: Tensor, *rest: Any) -> Any:
+    *arguments, path = rest
+    return paths.implementation(path, x).grad(x, *arguments)
+
+
+for _name, _function in (
+    ("inv_norm", _inv_norm),
+    ("merge_stats", _merge_stats),
+    ("lse", _lse),
+    ("grad", _grad),
+):
+    _lib.impl(_name, _function, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("infloss::inv_norm")
@@ -61,6 +89,7 @@ def _lse_fake(
     cols: bool,
     hardest: bool,
     workspace: int,
+    path: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     m, n = x.size(0), y.size(0)
 
@@ -96,6 +125,7 @@ def _grad_fake(
     need_y: bool,
     need_scale: bool,
     workspace: int,
+    path: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         x.new_empty((x.size(0) if need_x else 0, x.size(1))),
@@ -131,8 +161,7 @@ class PairLosses(NamedTuple):
 
 def _inverse_norms(x: Tensor) -> Tensor:
     out = torch.empty(x.size(0), dtype=stats_dtype(x.dtype), device=x.device)
-    # the kernel reads rows with unit stride
-    torch.ops.infloss.inv_norm(x if x.stride(1) == 1 or not x.is_cuda else x.contiguous(), out)
+    torch.ops.infloss.inv_norm(x, out)
     return out
 
 
@@ -160,6 +189,7 @@ class _PairLosses(torch.autograd.Function):
         cols: bool,
         hardest: bool,
         workspace: int,
+        path: str,
     ) -> tuple[Tensor, ...]:
         x_inv = _inverse_norms(x) if normalize else None
         y_inv = _inverse_norms(y) if normalize else None
@@ -176,6 +206,7 @@ class _PairLosses(torch.autograd.Function):
             cols=cols,
             hardest=hardest,
             workspace=workspace,
+            path=path,
         )
         row_nll = _nll(row_stats, positive)
         col_nll = _nll(col_stats, positive) if cols else positive.new_empty(0)
@@ -193,6 +224,7 @@ class _PairLosses(torch.autograd.Function):
         )
         ctx.target_stride = target_stride
         ctx.workspace = workspace
+        ctx.path = path
         return row_nll, col_nll, *extras
 
     @staticmethod
@@ -204,7 +236,7 @@ class _PairLosses(torch.autograd.Function):
             col_weight = None
         weights = [weight for weight in (row_weight, col_weight) if weight is not None]
         if not weights:
-            return (None,) * 9
+            return (None,) * 10
         need_x, need_y, need_scale = ctx.needs_input_grad[:3]
         dx, dy, dscale = torch.ops.infloss.grad(
             x,
@@ -225,12 +257,13 @@ class _PairLosses(torch.autograd.Function):
             need_y=need_y,
             need_scale=need_scale,
             workspace=ctx.workspace,
+            path=ctx.path,
         )
         return (
             dx if need_x else None,
             dy if need_y else None,
             dscale if need_scale else None,
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 
@@ -245,6 +278,7 @@ def pair_losses(
     cols: bool = False,
     hardest: bool = False,
     workspace: int,
+    path: str = config.AUTO,
 ) -> PairLosses:
     """Per-pair negative log-likelihoods of rows (and columns) of S, differentiable.
 
@@ -255,9 +289,10 @@ def pair_losses(
         cols: also the column direction; then M = N and pair i is (x_i, y_i).
         hardest: also the hardest negatives.
         workspace: bytes for tiles.
+        path: what implements it; see paths.py.
     """
     return PairLosses(
         *_PairLosses.apply(
-            x, y, logit_scale, target, target_stride, normalize, cols, hardest, workspace
+            x, y, logit_scale, target, target_stride, normalize, cols, hardest, workspace, path
         )
     )

@@ -223,6 +223,12 @@ class Coefficients:
         return g.scatter_add_(1, local, weight.neg_())
 
 
+def require_weights(row_weight: Tensor | None, col_weight: Tensor | None) -> None:
+    """Raise a ValueError unless some direction has weights."""
+    if row_weight is None and col_weight is None:
+        raise ValueError("row_weight, col_weight: expected at least one of them, got None for both")
+
+
 def _finish_rows(
     out: Tensor, acc: Tensor, x: Tensor, inv_norm: Tensor | None, logit_scale: Tensor
 ) -> None:
@@ -262,8 +268,7 @@ def grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by recomputing each tile once; see ``infloss::grad`` in ops.py."""
     sim = Similarity(x, y, x_inv_norm, y_inv_norm, target, target_offset, target_stride, workspace)
-    if row_weight is None and col_weight is None:
-        raise ValueError("row_weight, col_weight: expected at least one of them, got None for both")
+    require_weights(row_weight, col_weight)
     coefficients = Coefficients(sim, row_stats, row_weight, col_stats, col_weight, target_weight)
     dim = x.size(1)
     dx = torch.empty((x.size(0) if need_x else 0, dim), dtype=x.dtype, device=x.device)

@@ -1,5 +1,6 @@
-"""What a call costs: matrix products, counted by the profiler."""
+"""What a call costs: matrix products and kernels, counted by the profiler."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,19 @@ def gemms(call: Callable[[], object]) -> int:
         call()
     counts = Counter(event.name for event in recorded.events())
     return sum(counts[name] for name in GEMMS)
+
+
+def kernels(call: Callable[[], object]) -> Counter[str]:
+    """Tile and row kernels that ran on the device inside ``call``, by name."""
+    call()  # loads modules
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    found = (
+        re.search(r"\b(lse|coefficient|accumulate|finish_rows)_kernel", event.name)
+        for event in recorded.events()
+    )
+    return Counter(match[1] for match in found if match)
 
 
 def gemms_of_step(
@@ -66,13 +80,44 @@ def test_no_grad_costs_the_forward_alone(
         with mode():
             assert not loss(x, y, 3.0).requires_grad
 
-    assert gemms(call) == 1
+    with infloss.use_path("portable"):
+        assert gemms(call) == 1
 
 
 @EACH_LOSS
 def test_statistics_come_from_the_same_pass(loss: Callable[..., Any], device: torch.device) -> None:
     x, y = normal(32, 8).to(device), normal(32, 8, seed=1).to(device)
-    assert gemms(lambda: loss(x, y, 3.0, return_stats=True)) == 1
+    with infloss.use_path("portable"):
+        assert gemms(lambda: loss(x, y, 3.0, return_stats=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("learned", "expected"),
+    [
+        ((True, True, True), {"lse": 1, "coefficient": 1, "accumulate": 1, "finish_rows": 2}),
+        ((True, False, False), {"lse": 1, "coefficient": 1, "accumulate": 1, "finish_rows": 1}),
+        ((False, True, True), {"lse": 1, "coefficient": 1, "accumulate": 1, "finish_rows": 1}),
+        ((False, False, True), {"lse": 1, "coefficient": 1}),
+        ((False, False, False), {"lse": 1}),
+    ],
+)
+@EACH_LOSS
+def test_kernels_run_only_for_what_is_asked(
+    loss: Loss, learned: tuple[bool, bool, bool], expected: dict[str, int], cuda: torch.device
+) -> None:
+    """Forward is one pass over S, backward one more; a frozen side takes no product (case 9)."""
+    x, y = normal(32, 8).to(cuda), normal(32, 8, seed=1).to(cuda)
+    leaves = [x, y, torch.tensor(3.0, device=cuda)]
+    for leaf, grad in zip(leaves, learned, strict=True):
+        leaf.requires_grad_(grad)
+
+    def call() -> None:
+        out = loss(*leaves)
+        if out.requires_grad:
+            out.backward()
+
+    with infloss.use_path("sm80"):
+        assert kernels(call) == expected
 
 
 def test_one_query_against_many_keys_takes_few_steps() -> None:

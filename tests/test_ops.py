@@ -31,13 +31,14 @@ def lse_arguments(
     asked: tuple[bool, bool, bool] = (True, True, True),
     normalize: bool = True,
     target: bool = False,
+    path: str = "auto",
 ) -> tuple[Any, ...]:
     """A valid call of infloss::lse on [m, 12] against [n, 12]."""
     x, y = normal(m, 12, dtype=dtype).to(device), normal(n, 12, seed=1, dtype=dtype).to(device)
     scale = torch.tensor(3.0, dtype=portable.stats_dtype(dtype), device=device)
     inverse = (inverse_norms(x), inverse_norms(y)) if normalize else (None, None)
     columns = torch.arange(m, device=device).flip(0) % n if target else None
-    return (x, y, scale, *inverse, columns, 0, max(1, n // m), *asked, MIB)
+    return (x, y, scale, *inverse, columns, 0, max(1, n // m), *asked, MIB, path)
 
 
 def grad_arguments(
@@ -48,16 +49,17 @@ def grad_arguments(
     *,
     needed: tuple[bool, bool, bool] = (True, True, True),
     directions: str = "both",
+    path: str = "auto",
     **options: Any,
 ) -> tuple[Any, ...]:
     """A valid call of infloss::grad with the statistics that infloss::lse gave."""
-    forward = lse_arguments(m, n, dtype, device, **options)
+    forward = lse_arguments(m, n, dtype, device, path=path, **options)
     row_stats, col_stats, *_ = OPS.lse(*forward)
     weight = torch.linspace(-1, 1, m, device=device, dtype=row_stats.dtype)
     rows = (row_stats, weight) if directions in ("both", "rows") else (None, None)
     cols = (col_stats, weight[:n]) if directions in ("both", "cols") else (None, None)
     centre = torch.zeros((), device=device, dtype=row_stats.dtype) if needed[2] else None
-    return (*forward[:8], *rows, *cols, weight, centre, *needed, MIB)
+    return (*forward[:8], *rows, *cols, weight, centre, *needed, MIB, path)
 
 
 @DTYPES
@@ -259,4 +261,5 @@ def test_a_gradient_without_weights_is_refused() -> None:
             need_y=True,
             need_scale=False,
             workspace=1 << 20,
+            path="auto",
         )

@@ -1,13 +1,11 @@
 // Inverse row norms: one warp a row, 16-byte loads where the rows are aligned for them.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <string>
 #include <type_traits>
 
 #include "common/check.h"
+#include "common/convert.cuh"
 #include "stats/launch.h"
 
 namespace infloss {
@@ -20,19 +18,6 @@ constexpr double kNormFloor = 1e-12;
 
 template <typename T>
 using Accum = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-__device__ float widen(__half value) {
-    return __half2float(value);
-}
-__device__ float widen(__nv_bfloat16 value) {
-    return __bfloat162float(value);
-}
-__device__ float widen(float value) {
-    return value;
-}
-__device__ double widen(double value) {
-    return value;
-}
 
 template <typename T>
 struct alignas(16) Pack {

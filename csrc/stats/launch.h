@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/params.h"
 
 namespace infloss {
 
@@ -31,11 +32,16 @@ struct MergeStatsParams {
     int64_t stats_stride;    // elements between max and sum
     int64_t partial_stride;  // elements between partials
     int64_t part_stride;     // elements between a partial's max and sum
+    bool overwrite;          // stats hold nothing yet
     DType dtype;
     cudaStream_t stream;
 };
 
 // Merges the partials into stats in their order.
 void launch_merge_stats(const MergeStatsParams& params);
+
+// Joins the positives to row_stats and col_stats of their negatives, in place; before that, writes
+// the negatives' maxima to row_hardest and col_hardest where those are wanted.
+void launch_join_positives(const LseParams& params);
 
 }  // namespace infloss

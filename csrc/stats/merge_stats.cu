@@ -5,6 +5,7 @@
 #include <string>
 
 #include "common/check.h"
+#include "common/pair.cuh"
 #include "stats/launch.h"
 
 namespace infloss {
@@ -14,20 +15,23 @@ constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = 1 << 16;
 
 // Sum relative to another maximum; equal maxima may both be infinite.
-template <typename T>
-__device__ T rescaled(T max, T sum, T top) {
+__device__ double rescaled(double max, double sum, double top) {
     return max == top ? sum : sum * exp(max - top);
+}
+__device__ float rescaled(float max, float sum, float top) {
+    return pair::rescaled(max, sum, top);
 }
 
 template <typename T>
 __global__ void merge_stats_kernel(T* stats, const T* partials, int64_t rows, int64_t count,
                                    int64_t stats_stride, int64_t partial_stride,
-                                   int64_t part_stride) {
+                                   int64_t part_stride, bool overwrite) {
     const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
     for (int64_t row = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; row < rows;
          row += threads) {
-        T max = stats[row];
-        T sum = stats[stats_stride + row];
+        T max = overwrite ? T(-INFINITY) : stats[row];
+        T sum = overwrite ? T(0) : stats[stats_stride + row];
+#pragma unroll 8
         for (int64_t k = 0; k < count; ++k) {
             const T* partial = partials + k * partial_stride + row;
             const T other_max = partial[0];
@@ -45,7 +49,7 @@ void launch(const MergeStatsParams& p) {
     const int64_t blocks = std::min((p.rows + kThreads - 1) / kThreads, kMaxBlocks);
     merge_stats_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, p.stream>>>(
         static_cast<T*>(p.stats), static_cast<const T*>(p.partials), p.rows, p.count,
-        p.stats_stride, p.partial_stride, p.part_stride);
+        p.stats_stride, p.partial_stride, p.part_stride, p.overwrite);
     INFLOSS_LAUNCH_CHECK("merge_stats_kernel on [" + std::to_string(p.count) + ", 2, " +
                          std::to_string(p.rows) + "]");
 }
