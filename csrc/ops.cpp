@@ -212,7 +212,24 @@ PairParams pair_params(const Tensor& x, const Tensor& y, const Tensor& logit_sca
     };
 }
 
-void check_workspace(const Tensor& workspace, int64_t bytes) {
+// The input that a gradient is of: the operand itself, or what it is a copy of.
+void check_input(const char* name, const Tensor& input, const Tensor& operand,
+                 const Tensor& x_input) {
+    STD_TORCH_CHECK(
+        input.dim() == 2 && input.size(0) == operand.size(0) && input.size(1) == operand.size(1),
+        name, ": expected the shape of its operand, [", operand.size(0), ", ", operand.size(1),
+        "]");
+    STD_TORCH_CHECK(input.scalar_type() == x_input.scalar_type(), name,
+                    ": expected the dtype of x_input");
+    STD_TORCH_CHECK(input.is_cuda() && input.get_device_index() == operand.get_device_index(), name,
+                    ": expected the device of x, cuda:", operand.get_device_index());
+    STD_TORCH_CHECK(input.size(1) <= 1 || input.stride(1) == 1, name,
+                    ": expected column stride 1, got ", input.stride(1));
+}
+
+void check_workspace(const Tensor& workspace, int64_t bytes, const Tensor& x) {
+    STD_TORCH_CHECK(workspace.is_cuda() && workspace.get_device_index() == x.get_device_index(),
+                    "workspace: expected the device of x, cuda:", x.get_device_index());
     const int64_t got = workspace.numel() * workspace.element_size();
     STD_TORCH_CHECK(workspace.is_contiguous() && got >= bytes, "workspace: expected ", bytes,
                     " bytes, got ", got);
@@ -239,7 +256,7 @@ int64_t lse_out(const Tensor& x, const Tensor& y, const Tensor& logit_scale,
                     "col_stats: expected none with an explicit target or a stride below 1");
     const int64_t bytes = infloss::sm80::lse_workspace_bytes(params);
     if (workspace.has_value()) {
-        check_workspace(*workspace, bytes);
+        check_workspace(*workspace, bytes, x);
         infloss::sm80::launch_lse(params);
     }
     return bytes;
@@ -259,11 +276,8 @@ int64_t grad_out(const Tensor& x, const Tensor& y, const Tensor& logit_scale,
     STD_TORCH_CHECK(row_stats.has_value() == row_weight.has_value() &&
                         col_stats.has_value() == col_weight.has_value(),
                     "row_weight, col_weight: expected exactly with their statistics");
-    STD_TORCH_CHECK(x_input.size(0) == m && y_input.size(0) == n && x_input.size(1) == dim &&
-                        y_input.size(1) == dim && y_input.scalar_type() == x_input.scalar_type(),
-                    "x_input, y_input: expected the shapes of x and y, and one dtype");
-    STD_TORCH_CHECK(dim <= 1 || (x_input.stride(1) == 1 && y_input.stride(1) == 1),
-                    "x_input, y_input: expected column stride 1");
+    check_input("x_input", x_input, x, x_input);
+    check_input("y_input", y_input, y, x_input);
     const ScalarType out = x_input.scalar_type();
     const GradParams params{
         .pair = pair_params(x, y, logit_scale, x_inv_norm, y_inv_norm, target, target_offset,
@@ -285,7 +299,7 @@ int64_t grad_out(const Tensor& x, const Tensor& y, const Tensor& logit_scale,
     };
     const int64_t bytes = infloss::sm80::grad_workspace_bytes(params);
     if (workspace.has_value()) {
-        check_workspace(*workspace, bytes);
+        check_workspace(*workspace, bytes, x);
         infloss::sm80::launch_grad(params);
     }
     return bytes;

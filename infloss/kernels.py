@@ -59,6 +59,10 @@ def _operand(x: Tensor) -> Tensor:
     return _readable(x.to(torch.bfloat16) if rounded else x)
 
 
+def _contiguous(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()
+
+
 def _workspace(needed: int, device: torch.device) -> Tensor:
     return torch.empty(needed, dtype=torch.uint8, device=device)
 
@@ -109,7 +113,7 @@ def lse(
         logit_scale,
         x_inv_norm,
         y_inv_norm,
-        target,
+        _contiguous(target),
         target_offset,
         target_stride,
         float32_precision() != "highest",
@@ -148,9 +152,6 @@ def grad(
     """Gradients; see ``infloss::grad`` in ops.py."""
     portable.require_weights(row_weight, col_weight)
 
-    def contiguous(vector: Tensor | None) -> Tensor | None:
-        return None if vector is None else vector.contiguous()
-
     dim = x.size(1)
     dx = torch.empty((x.size(0) if need_x else 0, dim), dtype=x.dtype, device=x.device)
     dy = torch.empty((y.size(0) if need_y else 0, dim), dtype=y.dtype, device=y.device)
@@ -162,15 +163,15 @@ def grad(
         logit_scale,
         x_inv_norm,
         y_inv_norm,
-        target,
+        _contiguous(target),
         target_offset,
         target_stride,
         float32_precision() != "highest",
         workspace,
-        contiguous(row_stats),
-        contiguous(row_weight),
-        contiguous(col_stats),
-        contiguous(col_weight),
+        _contiguous(row_stats),
+        _contiguous(row_weight),
+        _contiguous(col_stats),
+        _contiguous(col_weight),
         target_weight.contiguous(),
         centre,
         x if x.stride(1) == 1 else x_operand,

@@ -1,5 +1,6 @@
 """Loads infloss._C, which registers the schemas and the compiled kernels."""
 
+import functools
 import re
 
 import torch
@@ -33,10 +34,14 @@ def runs_on(arch: str, capability: tuple[int, int]) -> bool:
     return capability >= compiled and (bool(found[4]) or capability[0] == compiled[0])
 
 
+@functools.cache
+def _covered(archs: tuple[str, ...], capability: tuple[int, int]) -> bool:
+    return any(runs_on(arch, capability) for arch in archs)
+
+
 def has_code_for(device: torch.device) -> bool:
     """Whether any of the compiled architectures runs on a CUDA device."""
-    capability = torch.cuda.get_device_capability(device)
-    return any(runs_on(arch, capability) for arch in CUDA_ARCHS)
+    return _covered(CUDA_ARCHS, torch.cuda.get_device_capability(device))
 
 
 def check_code_for(device: torch.device) -> None:

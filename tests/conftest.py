@@ -1,8 +1,14 @@
 """Fixtures shared by all tests: the devices a test runs on, and what makes runs repeatable."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+import infloss
+from support import matmul_precision
 
 # The same examples in every run, and no deadline: a test never depends on the machine's speed. The
 # device fixture holds no state that an example could leave behind.
@@ -31,6 +37,23 @@ def cuda() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip(NO_CUDA)
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def sm80(cuda: torch.device) -> Iterator[torch.device]:
+    """The current CUDA device, where every call takes the tile kernels and nothing else."""
+    with infloss.use_path("sm80"):
+        yield cuda
+
+
+@pytest.fixture
+def matmul_setting() -> Iterator[Any]:
+    """torch's newer settings of float32 products on CUDA, put back afterwards."""
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    with matmul_precision("highest"):
+        yield setting
+        setting.fp32_precision = before
 
 
 @pytest.fixture

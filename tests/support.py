@@ -65,6 +65,27 @@ def features(
     return unit(x).to(dtype), unit(y).to(dtype)
 
 
+# name -> (shape of the base for a [B, D] view, the view)
+LAYOUTS: dict[str, tuple[Callable[[int, int], tuple[int, int]], Callable[[Tensor], Tensor]]] = {
+    "transposed": (lambda b, d: (d, b), lambda base: base.T),
+    "every other row": (lambda b, d: (2 * b, d), lambda base: base[::2]),
+    "every other column": (lambda b, d: (b, 2 * d), lambda base: base[:, ::2]),
+    "leading columns": (lambda b, d: (b, d + 5), lambda base: base[:, :-5]),
+    "trailing columns": (lambda b, d: (b, d + 3), lambda base: base[:, 3:]),
+    "one row expanded": (lambda b, d: (1, d), lambda base: base),
+    "one column expanded": (lambda b, d: (b, 1), lambda base: base),
+}
+
+
+def laid_out(
+    layout: str, rows: int, dim: int, seed: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[rows, dim] multiples of 1/4 with the named strides, laid out on the device itself."""
+    shape, view = LAYOUTS[layout]
+    base = normal(*shape(rows, dim), seed=seed).mul(4).round().div(4)
+    return view(base.to(device, dtype)).expand(rows, dim)
+
+
 def inverse_norms(x: Tensor) -> Tensor:
     """What infloss::inv_norm gives for [M, D]: [M]."""
     out = torch.empty(len(x), dtype=portable.stats_dtype(x.dtype), device=x.device)
@@ -73,7 +94,7 @@ def inverse_norms(x: Tensor) -> Tensor:
 
 
 class Outputs(NamedTuple):
-    """What a training step takes from a loss."""
+    """What a training step takes from a loss; None where a side is frozen."""
 
     loss: Tensor
     dx: Tensor
@@ -82,15 +103,54 @@ class Outputs(NamedTuple):
 
 
 def step(
-    loss_fn: Loss, x: Tensor, y: Tensor, scale: float | Tensor, upstream: float | Tensor = 1.0
+    loss_fn: Loss,
+    x: Tensor,
+    y: Tensor,
+    scale: float | Tensor,
+    upstream: float | Tensor = 1.0,
+    frozen: str = "",
 ) -> Outputs:
-    """Loss and all gradients of ``sum(upstream * loss)``; inputs keep their strides."""
-    x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
+    """Loss and gradients of ``sum(upstream * loss)``; inputs keep their strides.
+
+    ``frozen`` names the sides, of "x" and "y", that are not learned.
+    """
+    x = x.detach().requires_grad_("x" not in frozen)
+    y = y.detach().requires_grad_("y" not in frozen)
     dtype = torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32
     scale = torch.as_tensor(scale, dtype=dtype, device=x.device).detach().clone().requires_grad_()
     loss = loss_fn(x, y, scale)
     (loss * upstream).sum().backward()
     return Outputs(loss.detach(), x.grad, y.grad, scale.grad)
+
+
+def captured_step(
+    loss_fn: Loss, leaves: tuple[Tensor, Tensor, Tensor]
+) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+    """A CUDA graph of a loss and its gradients by its leaves, and what a replay of it writes."""
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):  # loads what a first call loads
+        torch.autograd.grad(loss_fn(*leaves), leaves)
+    torch.cuda.current_stream().wait_stream(side_stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = loss_fn(*leaves)
+        gradients = torch.autograd.grad(loss, leaves)
+    return graph, Outputs(loss.detach(), *gradients)
+
+
+def peak_beyond(x: Tensor, y: Tensor, *, backward: bool = True) -> int:
+    """Bytes that a call on a GPU needs beyond its features and their gradients."""
+    sides = [side.detach().requires_grad_(backward) for side in (x, y)]
+    scale = torch.tensor(14.3, device=x.device, requires_grad=backward)
+    torch.cuda.synchronize(x.device)
+    torch.cuda.reset_peak_memory_stats(x.device)
+    before = torch.cuda.memory_allocated(x.device)
+    loss = infloss.contrastive_loss(*sides, scale)
+    if backward:
+        loss.backward()
+    gradients = sum(side.numel() * side.element_size() for side in sides) if backward else 0
+    return torch.cuda.max_memory_allocated(x.device) - before - gradients
 
 
 def symmetric(x: Tensor, y: Tensor, scale: float | Tensor, **options: Any) -> Tensor:
@@ -118,6 +178,7 @@ class Case:
     normalize: bool = True
     reduction: str = "mean"
     upstream: float | Tensor | None = None  # None: 4096 for float16, otherwise 1
+    frozen: str = ""  # sides that are not learned, of "x" and "y"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,7 +203,7 @@ class Case:
                 return infloss.info_nce(x, y, self.target, scale, **options)
             return infloss.contrastive_loss(x, y, scale, **options)
 
-        return step(loss, self.x, self.y, self.scale, self.factor)
+        return step(loss, self.x, self.y, self.scale, self.factor, self.frozen)
 
     def dense(self) -> Outputs:
         """The oracle as a user writes it, with true float32 products."""
@@ -161,7 +222,7 @@ class Case:
                 losses = reference.contrastive_loss(x, y, scale, **options)
             return losses if self.reduction == "none" else getattr(losses, self.reduction)()
 
-        return step(loss, self.x.to(dtype), self.y.to(dtype), self.scale, self.factor)
+        return step(loss, self.x.to(dtype), self.y.to(dtype), self.scale, self.factor, self.frozen)
 
 
 def assert_close(label: str, out: Tensor, dense: Tensor, exact: Tensor, floor: float) -> None:
@@ -182,6 +243,8 @@ def assert_exact(cases: Sequence[Case], device: torch.device, *, scalars: bool =
     floor = reference.floor_of(cases[0].dtype)
     sources = {"dx": cases[0].x.dtype, "dy": cases[0].y.dtype}
     for label in Outputs._fields:
+        if getattr(runs[0][0], label) is None:  # of a frozen side
+            continue
         # (ours, dense, exact) of this output, one of each a case
         triples = [tuple(getattr(outputs, label).reshape(-1) for outputs in run) for run in runs]
         size = triples[0][0].numel()
@@ -196,6 +259,25 @@ def assert_exact(cases: Sequence[Case], device: torch.device, *, scalars: bool =
             own_floor = max(floor, reference.floor_of(sources[label]))
         for triple in triples:
             assert_close(label, *triple, own_floor)
+
+
+def exact_losses(
+    x: Tensor,
+    y: Tensor,
+    rows: Tensor,
+    scale: float | Tensor,
+    *,
+    one_way: bool,
+    normalize: bool = True,
+) -> Tensor:
+    """Losses of a few pairs in float64, from their own rows and columns of S alone."""
+
+    def nll(a: Tensor, b: Tensor) -> Tensor:
+        a, b = a[rows].double(), b.double()
+        options: dict[str, Any] = {"normalize": normalize, "nll": reference.exact_nll}
+        return reference.info_nce(a, b, rows, scale, **options)
+
+    return nll(x, y) if one_way else (nll(x, y) + nll(y, x)) / 2
 
 
 def assert_same(ours: Iterable[Tensor], other: Iterable[Tensor]) -> None:

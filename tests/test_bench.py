@@ -1,12 +1,15 @@
 """The benchmark frame: its own oracle, its tables, its targets."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import accuracy
 import adapters
 import cpu
+import infloss
 import oracle
 import record
 import update_readme
@@ -92,3 +95,43 @@ def test_a_target_without_its_figure_is_missed() -> None:
     unmeasured = {"batch": 65536, "dim": 64, "peer": "infloss"}
     assert cpu.missed_targets([fine]) == []
     assert len(cpu.missed_targets([fine, slow, unmeasured])) == 2
+
+
+TINY = ["--device", "cpu", "--batch", "24", "--dim", "12"]
+
+
+def test_the_accuracy_table_judges_every_output(tmp_path: Path) -> None:
+    assert accuracy.main([*TINY, "--path", "portable", "--results-dir", str(tmp_path)]) == 0
+    written = record.read_result("accuracy", tmp_path)
+    assert written.settings["path"] == "portable"
+    assert len(written.rows) == len(accuracy.KINDS) * len(accuracy.SCALES) * 6
+    for row in written.rows:
+        medium = row["precision"] == "medium"
+        assert row["status"] == (accuracy.NOT_JUDGED if medium else accuracy.OK)
+        for name in accuracy.Outputs._fields:
+            vanishes = row["pairs"] == "identical" and row["scale"] == 100
+            assert vanishes or medium or 0 <= row[f"{name}_error"] <= row[f"{name}_allowed"]
+
+
+def test_the_accuracy_table_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = infloss.contrastive_loss
+    monkeypatch.setattr(infloss, "contrastive_loss", lambda x, y, s: right(x, y, 1.001 * s))
+    assert accuracy.main([*TINY, "--dtype", "fp32", "--results-dir", str(tmp_path)]) == 1
+    for row in record.read_result("accuracy", tmp_path).rows:
+        if row["precision"] == "highest" and row["pairs"] == "weak":
+            assert row["status"] == "wrong: loss, dx, dy, dscale"
+        if row["precision"] == "medium":
+            assert row["status"] == accuracy.NOT_JUDGED
+
+
+def test_an_accuracy_table_with_nothing_judged_fails(tmp_path: Path) -> None:
+    """Compiled kernels take no CPU tensors, so every dtype is left out."""
+    assert accuracy.main([*TINY, "--path", "sm80", "--results-dir", str(tmp_path)]) == 1
+
+
+def test_an_output_below_its_dtype_shows_no_error() -> None:
+    exact = torch.full((3,), 1e-40, dtype=torch.float64)
+    assert accuracy.compare(exact.float(), exact.float(), exact, 1e-5) is None
+    assert accuracy.compare(exact, exact, exact, 1e-5) is not None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import infloss
-from support import LOSSES, Loss, assert_same, features, normal, one_way, step
+from support import LOSSES, Loss, assert_same, captured_step, features, normal, one_way, step
 
 EACH_LOSS = pytest.mark.parametrize("loss", LOSSES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -73,23 +73,13 @@ def test_a_captured_graph_replays_on_new_values(
 ) -> None:
     x, y = (side.to(dtype).requires_grad_() for side in batch)
     scale = torch.tensor(14.3, device=x.device, requires_grad=True)
-    leaves = (x, y, scale)
-    side_stream = torch.cuda.Stream()
-    side_stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side_stream):
-        torch.autograd.grad(loss(*leaves), leaves)
-    torch.cuda.current_stream().wait_stream(side_stream)
-
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = loss(*leaves)
-        gradients = torch.autograd.grad(captured, leaves)
+    graph, outputs = captured_step(loss, (x, y, scale))
     with torch.no_grad():
         x.copy_(normal(*x.shape, seed=7))
         y.copy_(normal(*y.shape, seed=8))
         scale.fill_(30.0)
     graph.replay()
-    assert_same((captured.detach(), *gradients), step(loss, x, y, scale))
+    assert_same(outputs, step(loss, x, y, scale))
 
 
 @EACH_LOSS

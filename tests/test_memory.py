@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import infloss
-from support import LOSSES, Loss, normal
+from support import LOSSES, Loss, normal, peak_beyond
 
 MIB = 1 << 20
 EACH_LOSS = pytest.mark.parametrize("loss", LOSSES)
@@ -116,15 +116,8 @@ def test_a_lower_workspace_limit_lowers_the_peak_on_a_cpu() -> None:
 
 def peak_on_cuda(batch: int, dim: int, dtype: torch.dtype, device: torch.device) -> int:
     """Bytes that a step needs beyond its features and their gradients."""
-    x = normal(batch, dim, dtype=dtype).to(device).requires_grad_()
-    y = normal(batch, dim, seed=1, dtype=dtype).to(device).requires_grad_()
-    scale = torch.tensor(14.3, device=device, requires_grad=True)
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    infloss.contrastive_loss(x, y, scale).backward()
-    gradients = x.untyped_storage().nbytes() + y.untyped_storage().nbytes()
-    return torch.cuda.max_memory_allocated(device) - before - gradients
+    x, y = (normal(batch, dim, seed=seed, dtype=dtype).to(device) for seed in (0, 1))
+    return peak_beyond(x, y)
 
 
 def accumulator_and_vectors(batch: int, dim: int) -> int:
@@ -142,7 +135,7 @@ def test_peak_on_a_gpu_is_bounded(dtype: torch.dtype, cuda: torch.device) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("limit", [16 * MIB, 64 * MIB])
+@pytest.mark.parametrize("limit", [16 * MIB, 32 * MIB, 256 * MIB])
 def test_the_workspace_limit_is_honoured_on_a_gpu(
     limit: int, dtype: torch.dtype, cuda: torch.device
 ) -> None:
@@ -151,6 +144,52 @@ def test_the_workspace_limit_is_honoured_on_a_gpu(
     with infloss.workspace_limit(limit):
         peak = peak_on_cuda(batch, dim, dtype, cuda)
     assert peak <= limit + accumulator_and_vectors(batch, dim)
+
+
+def columns_of(base: Tensor, first: int, dim: int) -> Tensor:
+    return base[: len(base) // 2, first : first + dim]
+
+
+# views of [2 B, D + 64] whose rows start on 16-byte boundaries
+READABLE: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "packed": lambda base, dim: columns_of(base, 0, dim).contiguous(),
+    "leading columns": lambda base, dim: columns_of(base, 0, dim),
+    "trailing columns": lambda base, dim: columns_of(base, 64, dim),
+    "every other row": lambda base, dim: base[::2, :dim],
+    "one row expanded": lambda base, dim: base[:1, :dim].expand(len(base) // 2, dim),
+}
+HALF_AND_FLOAT = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+
+
+@HALF_AND_FLOAT
+@pytest.mark.parametrize("view", READABLE)
+def test_kernels_read_aligned_rows_where_they_lie(
+    view: str, dtype: torch.dtype, sm80: torch.device
+) -> None:
+    """Nothing of the size of an input is allocated, but for one accumulator of half precision."""
+    batch, dim = 8192, 512
+    base = torch.randn(2 * batch, dim + 64, device=sm80, dtype=dtype)
+    x, y = READABLE[view](base, dim), READABLE[view](base, dim)
+    vectors = accumulator_and_vectors(batch, 0)
+    accumulator = 0 if dtype == torch.float32 else 4 * batch * dim
+    assert vectors < batch * dim * dtype.itemsize / 2
+    with infloss.workspace_limit(MIB):
+        peak_beyond(x, y)  # loads modules
+        forward, both = peak_beyond(x, y, backward=False), peak_beyond(x, y)
+    assert forward <= MIB + vectors
+    assert both <= MIB + vectors + accumulator
+
+
+@HALF_AND_FLOAT
+def test_other_rows_are_copied_once(dtype: torch.dtype, sm80: torch.device) -> None:
+    batch, dim = 8192, 512
+    base = torch.randn(2 * batch, dim + 64, device=sm80, dtype=dtype)
+    x, y = columns_of(base, 1, dim), columns_of(base, 3, dim)
+    with infloss.workspace_limit(MIB):
+        peak_beyond(x, y)
+        forward = peak_beyond(x, y, backward=False)
+    copies = 2 * batch * dim * dtype.itemsize
+    assert copies <= forward <= copies + MIB + accumulator_and_vectors(batch, 0)
 
 
 def test_an_oversized_request_is_an_out_of_memory_error(cuda: torch.device) -> None:
@@ -170,3 +209,25 @@ def test_an_oversized_request_is_an_out_of_memory_error(cuda: torch.device) -> N
         torch.cuda.set_per_process_memory_fraction(1.0, cuda)
     infloss.contrastive_loss(x, y).backward()
     assert torch.isfinite(x.grad).all()
+
+
+def test_a_workspace_that_does_not_fit_is_an_out_of_memory_error(sm80: torch.device) -> None:
+    """And a lower limit makes it fit: no copy and no accumulator is what was too large."""
+    batch, dim = 16384, 64
+    x, y = (
+        torch.randn(batch, dim, device=sm80, dtype=torch.bfloat16).requires_grad_() for _ in "xy"
+    )
+    loss = infloss.contrastive_loss(x, y)
+    torch.cuda.empty_cache()
+    allowed = torch.cuda.memory_reserved(sm80) + 96 * MIB  # a panel takes 128 MiB
+    total = torch.cuda.get_device_properties(sm80).total_memory
+    torch.cuda.set_per_process_memory_fraction(allowed / total, sm80)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+        with infloss.workspace_limit(8 * MIB):
+            infloss.contrastive_loss(x, y).backward()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, sm80)
+    assert torch.isfinite(x.grad).all()
+    assert torch.isfinite(y.grad).all()

@@ -1,6 +1,6 @@
 """Any shape, any strides, any mix of dtypes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -14,13 +14,16 @@ from infloss import reference
 from support import (
     DRAWS,
     FLOATS,
+    LAYOUTS,
     LOSSES,
     Case,
     Loss,
     assert_close,
     assert_exact,
     assert_same,
+    exact_losses,
     features,
+    laid_out,
     normal,
     one_way,
     step,
@@ -35,27 +38,6 @@ dtypes = st.sampled_from(FLOATS)
 batches = st.integers(1, 60)
 dims = st.integers(1, 70)
 seeds = st.integers(0, 1000)
-
-# name -> (shape of the base for a [B, D] view, the view)
-LAYOUTS: dict[str, tuple[Callable[[int, int], tuple[int, int]], Callable[[Tensor], Tensor]]] = {
-    "transposed": (lambda b, d: (d, b), lambda base: base.T),
-    "every other row": (lambda b, d: (2 * b, d), lambda base: base[::2]),
-    "every other column": (lambda b, d: (b, 2 * d), lambda base: base[:, ::2]),
-    "leading columns": (lambda b, d: (b, d + 5), lambda base: base[:, :-5]),
-    "trailing columns": (lambda b, d: (b, d + 3), lambda base: base[:, 3:]),
-    "one row expanded": (lambda b, d: (1, d), lambda base: base),
-    "one column expanded": (lambda b, d: (b, 1), lambda base: base),
-}
-
-
-def laid_out(
-    layout: str, rows: int, dim: int, seed: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """[rows, dim] multiples of 1/4 with the named strides, laid out on the device itself."""
-    shape, view = LAYOUTS[layout]
-    base = normal(*shape(rows, dim), seed=seed).mul(4).round().div(4)
-    return view(base.to(device, dtype)).expand(rows, dim)
-
 
 layouts = st.sampled_from(list(LAYOUTS))
 # where all keys are one, the true gradients are zero and the oracle itself is only rounding
@@ -259,13 +241,6 @@ def test_permuting_the_pairs_permutes_the_gradients(loss: Loss, device: torch.de
         assert_close(label, getattr(shuffled, label), expected, expected, floor)
 
 
-def rows_of_loss(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-    """Exact one-way losses of some rows, in float64, without the other rows' logits."""
-    return reference.info_nce(
-        x[rows].double(), y.double(), rows, 1.0, normalize=False, nll=reference.exact_nll
-    )
-
-
 @pytest.mark.slow
 def test_more_similarities_than_an_int32_counts(device: torch.device) -> None:
     """B * B > 2**31; rows from both ends are checked one by one (case 23)."""
@@ -274,7 +249,7 @@ def test_more_similarities_than_an_int32_counts(device: torch.device) -> None:
     x, y = normal(batch, 4).to(device), normal(batch, 4, seed=1).to(device)
     rows = torch.tensor([0, 1, 511, 23170, 46300, 46340, 46341], device=device)
     loss = one_way(x, y, 1.0, normalize=False, reduction="none")
-    exact = rows_of_loss(x, y, rows)
+    exact = exact_losses(x, y, rows, 1.0, one_way=True, normalize=False)
     floor = reference.floor_of(torch.float32)
     assert_close("loss", loss[rows], exact.float(), exact, floor)
 
@@ -291,8 +266,7 @@ def test_gradients_of_more_similarities_than_an_int32_counts(cuda: torch.device)
         return one_way(a, b, s, normalize=False, reduction="none")
 
     def exact(a: Tensor, b: Tensor, s: Tensor) -> Tensor:
-        losses = rows_of_loss(a, b, rows.to(cuda)) * s
-        return losses.sum()
+        return exact_losses(a, b, rows.to(cuda), s, one_way=True, normalize=False)
 
     ours = step(few, x.to(cuda), y.to(cuda), 1.0, upstream.to(cuda))
     right = step(exact, x.double().to(cuda), y.double().to(cuda), 1.0)

@@ -13,8 +13,8 @@
 
 namespace infloss {
 
-// How the tensor cores see the features. float32 takes one TF32 product or the three that keep its
-// accuracy.
+// How the tensor cores see the features. float32 takes three TF32 products, which keep its
+// accuracy, or, for S, one.
 enum class Arithmetic { f16, bf16, tf32, tf32x3 };
 
 struct PairParams {

@@ -84,6 +84,30 @@ struct SharedSums {
     float scale[Tile::THREADS / WARP];
 };
 
+// A warp's residuals of two neighbouring columns.
+template <class Tile>
+__device__ __forceinline__ void share_columns(const float (&residual)[2], int first_col,
+                                              const Lane<Tile>& lane, SharedSums<Tile>& sums) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+        const float sum = reduce_groups(residual[b], Sum{});
+        if (lane.group == 0) sums.cols[lane.warp_row / Tile::WARP_ROWS][first_col + b] = sum;
+    }
+}
+
+// A warp's residuals of its rows.
+template <class Tile>
+__device__ __forceinline__ void share_rows(const float (&residual)[Tile::MT][2],
+                                           const Lane<Tile>& lane, SharedSums<Tile>& sums) {
+#pragma unroll
+    for (int m = 0; m < Tile::MT; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float sum = reduce_quad(residual[m][h], Sum{});
+            if (lane.quad == 0) sums.rows[lane.warp_col / Tile::WARP_COLS][lane.row(m, h)] = sum;
+        }
+}
+
 // Weight of a side against a shared reference.
 __device__ __forceinline__ float shared_weight(const pair::Side& side, float reference) {
     return side.weight * pair::term(reference, side.max);
@@ -143,9 +167,67 @@ __device__ __forceinline__ Inspection inspect(const CoefficientTask& task,
 template <class Tile>
 using Packed = typename Tile::Element::Packed[Tile::MT][2][Tile::NT];
 
-// Coefficients of products, packed as they are stored. SHARED: one exponential against a shared
-// reference. SPECIAL: some positive, or the edge of S, is here.
-template <class Tile, bool SHARED, bool SPECIAL>
+// How a warp turns its products into coefficients, chosen once for all of them.
+template <bool SHARED_, bool SPECIAL_>
+struct Mode {
+    static constexpr bool SHARED = SHARED_;    // one exponential against a shared reference
+    static constexpr bool SPECIAL = SPECIAL_;  // some positive, or the edge of S, is here
+};
+
+// What a thread needs of its rows.
+template <class Tile>
+struct RowTerms {
+    float inv_norm[Tile::MT][2], norm[Tile::MT][2];
+    float weight[Tile::MT][2];  // against the shared reference
+    int target[Tile::MT][2];    // column of the tile
+};
+
+template <class Tile, class Mode>
+__device__ __forceinline__ RowTerms<Tile> row_terms(const CoefficientTask& task,
+                                                    const SharedSides<Tile>& sides,
+                                                    const Lane<Tile>& lane, const Corner& corner,
+                                                    float reference) {
+    RowTerms<Tile> out;
+#pragma unroll
+    for (int m = 0; m < Tile::MT; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const pair::Side& row = sides.rows[lane.row(m, h)];
+            out.inv_norm[m][h] = row.inv_norm;
+            out.norm[m][h] = norm_of(row);
+            out.weight[m][h] = shared_weight(row, reference);
+            if constexpr (Mode::SPECIAL)
+                out.target[m][h] =
+                    local_target<Tile>(task.pair, corner.row + lane.row(m, h), corner.col);
+        }
+    return out;
+}
+
+// What a thread needs of one of its columns.
+struct ColumnTerm {
+    pair::Side side;
+    float norm;
+    float weight;  // against the shared reference
+    bool outside;  // beyond the edge of S
+};
+
+// G of one pair, by its rarer rules too.
+template <class Mode>
+__device__ __forceinline__ float one_coefficient(float s, float reference, float row_weight,
+                                                 const pair::Side& row, const ColumnTerm& col,
+                                                 bool is_target, bool outside) {
+    float g = Mode::SHARED ? pair::term(s, reference) * (row_weight + col.weight)
+                           : pair::coefficient(s, row, col.side);
+    if constexpr (Mode::SPECIAL) {
+        if (is_target) g = pair::coefficient(s, row, col.side) - row.target_weight;
+        if (outside) g = 0;
+    }
+    return g;
+}
+
+// Coefficients of a warp's products, packed as they are stored; what their rounding leaves out, and
+// their share in logit_scale's gradient, go to `sums`.
+template <class Tile, class Mode>
 __device__ __forceinline__ void to_coefficients(const Accumulators<Tile>& acc, Packed<Tile>& packed,
                                                 const CoefficientTask& task,
                                                 const SharedSides<Tile>& sides,
@@ -154,89 +236,51 @@ __device__ __forceinline__ void to_coefficients(const Accumulators<Tile>& acc, P
     using Element = typename Tile::Element;
     const float scale = *task.pair.logit_scale;
     const float centre = task.centre != nullptr ? *task.centre : 0;
-    float x_inv_norm[Tile::MT][2], x_norm[Tile::MT][2], row_weight[Tile::MT][2];
-    [[maybe_unused]] int target[Tile::MT][2];
-#pragma unroll
-    for (int m = 0; m < Tile::MT; ++m)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const pair::Side& row = sides.rows[lane.row(m, h)];
-            x_inv_norm[m][h] = row.inv_norm;
-            x_norm[m][h] = norm_of(row);
-            row_weight[m][h] = shared_weight(row, reference);
-            if constexpr (SPECIAL)
-                target[m][h] =
-                    local_target<Tile>(task.pair, corner.row + lane.row(m, h), corner.col);
-        }
+    const auto rows = row_terms<Tile, Mode>(task, sides, lane, corner, reference);
     float scale_sum = 0;
     float row_residual[Tile::MT][2] = {};
 #pragma unroll
     for (int n = 0; n < Tile::NT; ++n) {
-        const int local_col = lane.template col<Columns::GATHERED>(n);
-        const pair::Side col[2] = {sides.cols[local_col], sides.cols[local_col + 1]};
-        float weight[2], norm[2], col_residual[2] = {0, 0};
+        const int first_col = lane.template col<Columns::GATHERED>(n);
+        ColumnTerm cols[2];
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-            weight[b] = shared_weight(col[b], reference);
-            norm[b] = norm_of(col[b]);
+            const pair::Side& side = sides.cols[first_col + b];
+            cols[b] = {side, norm_of(side), shared_weight(side, reference),
+                       corner.col + first_col + b >= task.pair.n};
         }
+        float col_residual[2] = {0, 0};
 #pragma unroll
         for (int m = 0; m < Tile::MT; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
+                const int row = lane.row(m, h);
                 float g[2];
 #pragma unroll
                 for (int b = 0; b < 2; ++b) {
-                    const float inv_norms = x_inv_norm[m][h] * col[b].inv_norm;
+                    const float inv_norms = rows.inv_norm[m][h] * cols[b].side.inv_norm;
                     const float cosine = acc[m][n][2 * h + b] * inv_norms;
-                    const float s = pair::similarity(cosine, scale);
-                    if constexpr (SHARED) {
-                        g[b] = pair::term(s, reference) * (row_weight[m][h] + weight[b]);
-                    } else {
-                        g[b] = pair::coefficient(s, sides.rows[lane.row(m, h)], col[b]);
-                    }
-                    if constexpr (SPECIAL) {
-                        if (target[m][h] == local_col + b) {
-                            const pair::Side& row = sides.rows[lane.row(m, h)];
-                            g[b] = pair::coefficient(s, row, col[b]) - row.target_weight;
-                        }
-                        if (corner.row + lane.row(m, h) >= task.pair.m ||
-                            corner.col + local_col + b >= task.pair.n)
-                            g[b] = 0;
-                    }
+                    g[b] = one_coefficient<Mode>(
+                        pair::similarity(cosine, scale), reference, rows.weight[m][h],
+                        sides.rows[row], cols[b], rows.target[m][h] == first_col + b,
+                        cols[b].outside || corner.row + row >= task.pair.m);
                     scale_sum = fmaf(g[b], cosine - centre, scale_sum);
                     g[b] *= inv_norms;
                 }
                 packed[m][h][n] = Element::pack(g[0], g[1]);
                 if constexpr (Element::ROUNDS) {
                     const float2 rounded = Element::unpack(packed[m][h][n]);
-                    const float residual[2] = {g[0] - rounded.x, g[1] - rounded.y};
+                    const float left_out[2] = {g[0] - rounded.x, g[1] - rounded.y};
 #pragma unroll
                     for (int b = 0; b < 2; ++b) {
-                        row_residual[m][h] = fmaf(residual[b], norm[b], row_residual[m][h]);
-                        col_residual[b] = fmaf(residual[b], x_norm[m][h], col_residual[b]);
+                        row_residual[m][h] = fmaf(left_out[b], cols[b].norm, row_residual[m][h]);
+                        col_residual[b] = fmaf(left_out[b], rows.norm[m][h], col_residual[b]);
                     }
                 }
             }
-        if constexpr (Element::ROUNDS) {
-#pragma unroll
-            for (int b = 0; b < 2; ++b) {
-                const float sum = reduce_groups(col_residual[b], Sum{});
-                if (lane.group == 0)
-                    sums.cols[lane.warp_row / Tile::WARP_ROWS][local_col + b] = sum;
-            }
-        }
+        if constexpr (Element::ROUNDS) share_columns(col_residual, first_col, lane, sums);
     }
-    if constexpr (Element::ROUNDS) {
-#pragma unroll
-        for (int m = 0; m < Tile::MT; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const float sum = reduce_quad(row_residual[m][h], Sum{});
-                if (lane.quad == 0)
-                    sums.rows[lane.warp_col / Tile::WARP_COLS][lane.row(m, h)] = sum;
-            }
-    }
+    if constexpr (Element::ROUNDS) share_rows(row_residual, lane, sums);
     scale_sum = reduce_warp(scale_sum, Sum{});
     if (threadIdx.x % WARP == 0) sums.scale[threadIdx.x / WARP] = scale_sum;
 }
@@ -292,16 +336,16 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS_PER_SM)
     const Inspection part = inspect(task, sides, lane, corner);
 
     Packed<Tile> packed;
-    const auto transform = [&](auto is_shared, auto is_special) {
-        to_coefficients<Tile, decltype(is_shared)::value, decltype(is_special)::value>(
-            acc, packed, task, sides, lane, corner, part.reference, sums);
+    const auto transform = [&](auto mode) {
+        to_coefficients<Tile, decltype(mode)>(acc, packed, task, sides, lane, corner,
+                                              part.reference, sums);
     };
     if (part.shared && !part.special) {
-        transform(std::true_type{}, std::false_type{});
+        transform(Mode<true, false>{});
     } else if (part.shared) {
-        transform(std::true_type{}, std::true_type{});
+        transform(Mode<true, true>{});
     } else {
-        transform(std::false_type{}, std::true_type{});
+        transform(Mode<false, true>{});
     }
 
     if (task.coefficients != nullptr) {

@@ -117,6 +117,19 @@ float* y_accumulators(const GradParams& params, const GradPlan& plan, int64_t co
     return acc + col0 * plan.acc_ld;
 }
 
+// How the gradients' products see their operands. Features rounded to one TF32 term would leave
+// errors that matched pairs and cones magnify, as rows of G sum to nothing; so float32 always takes
+// three.
+template <class Tile>
+struct ProductTile {
+    using type = Tile;
+};
+
+template <>
+struct ProductTile<SquareTile<Tf32>> {
+    using type = SquareTile<Tf32x3>;
+};
+
 template <class Tile>
 int product_tiles(int64_t rows, int64_t dim) {
     return static_cast<int>(ceil_div(rows, Tile::BM) * ceil_div(dim, Tile::BN));
@@ -183,9 +196,10 @@ void run_panel(const GradParams& params, const GradPlan& plan, const Panel& pane
     const AccumulateTask products{x_product<Tile>(params, plan, panel),
                                   y_product<Tile>(params, plan, panel)};
     const int64_t tiles = int64_t{products.x.tiles} + products.y.tiles;
+    using Products = typename ProductTile<Tile>::type;
     if (tiles > 0)
-        launch_tiles<Tile>(accumulate_kernel<Tile>, "accumulate_kernel", products, tiles,
-                           shape_of(p), p.stream);
+        launch_tiles<Products>(accumulate_kernel<Products>, "accumulate_kernel", products, tiles,
+                               shape_of(p), p.stream);
 }
 
 void finish_x(const GradParams& params, const GradPlan& plan, const Panel& panel) {
@@ -257,7 +271,7 @@ void run(const GradParams& params) {
 }  // namespace
 
 int64_t grad_workspace_bytes(const GradParams& params) {
-    return with_tile(params.pair.arithmetic, [&](auto tile) {
+    return with_tile(params.pair, [&](auto tile) {
         Arena arena(nullptr);
         plan<decltype(tile)>(params, arena);
         return arena.used();
@@ -265,7 +279,7 @@ int64_t grad_workspace_bytes(const GradParams& params) {
 }
 
 void launch_grad(const GradParams& params) {
-    with_tile(params.pair.arithmetic, [&](auto tile) { run<decltype(tile)>(params); });
+    with_tile(params.pair, [&](auto tile) { run<decltype(tile)>(params); });
 }
 
 }  // namespace infloss::sm80

@@ -87,7 +87,7 @@ void run(const LseParams& params) {
 }  // namespace
 
 int64_t lse_workspace_bytes(const LseParams& params) {
-    return with_tile(params.pair.arithmetic, [&](auto tile) {
+    return with_tile(params.pair, [&](auto tile) {
         Arena arena(nullptr);
         plan<decltype(tile)>(params, arena);
         return arena.used();
@@ -95,7 +95,7 @@ int64_t lse_workspace_bytes(const LseParams& params) {
 }
 
 void launch_lse(const LseParams& params) {
-    with_tile(params.pair.arithmetic, [&](auto tile) { run<decltype(tile)>(params); });
+    with_tile(params.pair, [&](auto tile) { run<decltype(tile)>(params); });
 }
 
 }  // namespace infloss::sm80
