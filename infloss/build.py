@@ -16,11 +16,17 @@ def _nccl_version() -> str | None:
     return ".".join(str(part) for part in torch.cuda.nccl.version())
 
 
+def _path_of(device: torch.device) -> str:
+    """What half-precision and float32 features on a device take; float64 stays portable."""
+    try:
+        return paths.resolve(config.requested_path(), torch.float32, device)
+    except (ValueError, RuntimeError):
+        return "none"
+
+
 def _device_paths() -> dict[str, str]:
-    """What half-precision and float32 features on each device take; float64 stays portable."""
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    path = config.requested_path()
-    return {name: paths.resolve(path, torch.float32, torch.device(name)) for name in names}
+    return {name: _path_of(torch.device(name)) for name in names}
 
 
 def build_info() -> dict[str, Any]:
@@ -29,7 +35,8 @@ def build_info() -> dict[str, Any]:
     Returns:
         ``infloss``, ``torch``, ``built_with_torch``, ``cuda`` (toolkit of the build, or None),
         ``cuda_archs`` (compute capabilities with code in the library), ``nccl`` (as loaded by
-        torch, or None), ``paths`` (the paths in this build), ``device_paths`` (device to path).
+        torch, or None), ``paths`` (the paths in this build), ``device_paths`` (device to path, or
+        to "none" where a call would be refused, for want of code or under ``use_path``).
     """
     return {
         "infloss": __version__,

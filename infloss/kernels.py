@@ -59,6 +59,13 @@ def _operand(x: Tensor) -> Tensor:
     return _readable(x.to(torch.bfloat16) if rounded else x)
 
 
+def _input(x: Tensor, operand: Tensor) -> Tensor:
+    """``x`` [M, D] itself, or a copy with contiguous rows, in its own dtype."""
+    if x.stride(1) == 1:
+        return x
+    return operand if operand.dtype == x.dtype else x.contiguous()
+
+
 def _contiguous(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.contiguous()
 
@@ -174,8 +181,8 @@ def grad(
         _contiguous(col_weight),
         target_weight.contiguous(),
         centre,
-        x if x.stride(1) == 1 else x_operand,
-        y if y.stride(1) == 1 else y_operand,
+        _input(x, x_operand),
+        _input(y, y_operand),
         dx if need_x else None,
         dy if need_y else None,
         dscale if need_scale else None,

@@ -222,6 +222,14 @@ def test_build_info_says_which_path_each_device_takes(pretend: Pretend) -> None:
         assert set(infloss.build_info()["device_paths"].values()) == {"portable"}
 
 
+def test_build_info_says_what_would_be_refused(pretend: Pretend) -> None:
+    pretend((9, 0), (8, 6), archs=("9.0a",))
+    expected = {"cpu": "portable", "cuda:0": "sm80", "cuda:1": "none"}
+    assert infloss.build_info()["device_paths"] == expected
+    with infloss.use_path("sm80"):
+        assert infloss.build_info()["device_paths"] == {**expected, "cpu": "none"}
+
+
 def test_build_info_of_this_machine(cuda: torch.device) -> None:
     assert infloss.build_info()["device_paths"][str(cuda)] == "sm80"
 
