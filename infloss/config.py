@@ -10,8 +10,8 @@ from contextlib import contextmanager
 MIB = 1 << 20
 DEFAULT_WORKSPACE = 256 * MIB
 MIN_WORKSPACE = MIB
-AUTO = "auto"  # the fastest path that can take a call's features
-PATHS = ("portable", "sm80")
+AUTO = "auto"  # the fastest path on record that can take a call's features
+PATHS = ("portable", "sm80", "sm90")
 
 _workspace = DEFAULT_WORKSPACE
 _path = AUTO
@@ -26,8 +26,8 @@ def set_workspace_limit(limit: int) -> None:
     """Bound the tile workspace of later calls in this process.
 
     Args:
-        limit: bytes, at least 1 MiB. A larger workspace means larger tiles. One row and one column
-            are always held, however many features they have.
+        limit: bytes, at least 1 MiB. A larger workspace means larger tiles. One tile of at most
+            256 x 256, with its rows of gradient accumulators, is always held.
 
     Raises:
         TypeError: ``limit`` is not an int.
@@ -60,15 +60,17 @@ def use_path(path: str) -> Iterator[None]:
     """Force the named path for calls made inside the context (tests and benchmarks).
 
     Args:
-        path: "portable" (torch ops, any device and dtype) or "sm80" (CUDA kernels for compute
-            capability 8.0 and later; float16, bfloat16, float32).
+        path: "portable" (torch ops, any device and dtype), "sm80" (CUDA kernels for compute
+            capability 8.0 and later; float16, bfloat16, float32), "sm90" (those for 9.0; what they
+            do not take is computed by the "sm80" kernels), or "auto" ("sm80" where it can take the
+            features, else "portable"; "sm90" has to be asked for).
 
     Raises:
         ValueError: there is no such path; from a call inside, if the path cannot take its features.
     """
     global _path
-    if path not in PATHS:
-        raise ValueError(f"path: expected one of {PATHS}, got {path!r}")
+    if path not in (AUTO, *PATHS):
+        raise ValueError(f"path: expected one of {(AUTO, *PATHS)}, got {path!r}")
     before, _path = _path, path
     try:
         yield

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from infloss import checks, config
+from infloss import checks, config, kernels
 from infloss.ops import PairLosses, pair_losses
 from infloss.portable import stats_dtype
 from infloss.world import warn_if_world_is_ignored
@@ -145,9 +145,10 @@ def contrastive_loss(
     ``s_ij = logit_scale * <img_i, txt_j>``; pair i loses
     ``(logsumexp_j s_ij + logsumexp_j s_ji) / 2 - s_ii`` (Radford et al. 2021, arXiv 2103.00020).
     Loss and gradients are exact. Memory beyond inputs and gradients is O(B) plus a workspace
-    bounded by :func:`infloss.set_workspace_limit`; half-precision features add one float32 [B, D]
-    accumulator in backward, and a side whose dtype is promoted one copy. The loss is float32
-    (float64 for float64 features) whatever the features' dtype.
+    bounded by :func:`infloss.set_workspace_limit`; half-precision features, and float32 ones whose
+    D is no multiple of 4, add one float32 [B, D] accumulator in backward; a side whose dtype is
+    promoted, or whose rows do not start on 16-byte boundaries on a GPU, one copy. The loss is
+    float32 (float64 for float64 features) whatever the features' dtype.
 
     Args:
         img: [B, D] float16, bfloat16, float32 or float64; any strides.
@@ -191,6 +192,7 @@ def contrastive_loss(
         hardest=return_stats,
         workspace=config.get_workspace_limit(),
         path=config.requested_path(),
+        precision=kernels.float32_precision(),
     )
     loss = _reduce((out.row_nll + out.col_nll) * 0.5, reduction)
     return _contrastive_output(loss, out) if return_stats else loss
@@ -306,6 +308,7 @@ def info_nce(
         hardest=return_stats,
         workspace=config.get_workspace_limit(),
         path=config.requested_path(),
+        precision=kernels.float32_precision(),
     )
     losses = out.row_nll if target is None else _poison(out.row_nll, target, key.size(0))
     loss = _reduce(losses, reduction)

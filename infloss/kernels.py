@@ -2,7 +2,8 @@
 
 This module allocates what a kernel writes and prepares its operands: rows of unit stride that
 16-byte copies can read, in the dtype that the tensor cores take. Float32 follows torch's matmul
-precision: "highest" multiplies in three TF32 products, "high" in one, "medium" in bfloat16.
+precision as it was when the forward pass started: "highest" multiplies in three TF32 products,
+"high" in one where that keeps TF32's accuracy, "medium" in bfloat16.
 """
 
 import math
@@ -12,11 +13,15 @@ from torch import Tensor
 
 from infloss import library, portable
 
+PATHS = ("sm90", "sm80")
+AUTO_PATHS = ("sm80",)  # fastest first; "sm90" joins once its accuracy and speed are on record
 ALIGNMENT = 16  # bytes
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_CAPABILITY = (8, 0)
+HOPPER, HOPPER_ARCH = (9, 0), "9.0a"
 
 
+@torch.compiler.assume_constant_result  # a graph is compiled again where TF32 is allowed or not
 def float32_precision() -> str:
     """Torch's precision of float32 products: "highest", "high" or "medium"."""
     try:
@@ -25,8 +30,8 @@ def float32_precision() -> str:
         return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
 
 
-def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
-    """The reason why no kernel can take features of ``dtype`` on ``device``, or None if one can.
+def why_not(path: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The reason why ``path`` cannot take features of ``dtype`` on ``device``, or None if it can.
 
     Raises:
         RuntimeError: the device could run a kernel, but the library was not compiled for it.
@@ -40,23 +45,29 @@ def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"needs compute capability 8.0 or later, got {capability[0]}.{capability[1]}"
+    if path == "sm90":
+        if capability != HOPPER:
+            return f"needs compute capability 9.0, got {capability[0]}.{capability[1]}"
+        if not library.has_code_of(HOPPER_ARCH):
+            return f"needs a build with code for compute capability {HOPPER_ARCH}"
     library.check_code_for(device)
     return None
 
 
-def _readable(x: Tensor) -> Tensor:
-    """``x`` [M, D] itself, or a copy if 16-byte copies cannot read its rows."""
+def _readable(x: Tensor, path: str) -> Tensor:
+    """``x`` [M, D] itself, or a copy if 16-byte copies, or Hopper's copy engine, cannot read it."""
     unit = ALIGNMENT // x.element_size()
-    if x.stride(1) == 1 and x.stride(0) % unit == 0 and x.data_ptr() % ALIGNMENT == 0:
-        return x
     rows, dim = x.shape
+    apart = path != "sm90" or rows == 1 or x.stride(0) >= dim
+    if x.stride(1) == 1 and x.stride(0) % unit == 0 and x.data_ptr() % ALIGNMENT == 0 and apart:
+        return x
     return x.new_empty((rows, math.ceil(dim / unit) * unit))[:, :dim].copy_(x)
 
 
-def _operand(x: Tensor) -> Tensor:
+def _operand(x: Tensor, path: str, precision: str) -> Tensor:
     """``x`` as the tensor cores read it."""
-    rounded = x.dtype == torch.float32 and float32_precision() == "medium"
-    return _readable(x.to(torch.bfloat16) if rounded else x)
+    rounded = x.dtype == torch.float32 and precision == "medium"
+    return _readable(x.to(torch.bfloat16) if rounded else x, path)
 
 
 def _input(x: Tensor, operand: Tensor) -> Tensor:
@@ -87,10 +98,14 @@ def lse(
     cols: bool,
     hardest: bool,
     workspace: int,
+    *,
+    path: str,
+    precision: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics of S; see ``infloss::lse`` in ops.py."""
-    if cols and (target is not None or target_stride < 1):
-        # no loss asks for this, and a kernel would need the rows of each column's positives
+    m, n = x.size(0), y.size(0)
+    # no loss has columns with other targets: a kernel would need the rows of a column's positives
+    if (cols and (target is not None or target_stride < 1)) or 0 in (m, n):
         return portable.lse(
             x,
             y,
@@ -105,7 +120,6 @@ def lse(
             hardest,
             workspace,
         )
-    m, n = x.size(0), y.size(0)
 
     def stat(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -115,15 +129,15 @@ def lse(
     row_hardest = stat(m if rows and hardest else 0)
     col_hardest = stat(n if cols and hardest else 0)
     arguments = (
-        _operand(x),
-        _operand(y),
+        _operand(x, path, precision),
+        _operand(y, path, precision),
         logit_scale,
         x_inv_norm,
         y_inv_norm,
         _contiguous(target),
         target_offset,
         target_stride,
-        float32_precision() != "highest",
+        precision != "highest",
         workspace,
         row_stats if rows else None,
         col_stats if cols else None,
@@ -131,8 +145,8 @@ def lse(
         row_hardest if rows and hardest else None,
         col_hardest if cols and hardest else None,
     )
-    needed = torch.ops.infloss.lse_out(*arguments, None)
-    torch.ops.infloss.lse_out(*arguments, _workspace(needed, x.device))
+    needed = torch.ops.infloss.lse_out(*arguments, path, None)
+    torch.ops.infloss.lse_out(*arguments, path, _workspace(needed, x.device))
     return row_stats, col_stats, positive, row_hardest, col_hardest
 
 
@@ -155,15 +169,38 @@ def grad(
     need_y: bool,
     need_scale: bool,
     workspace: int,
+    *,
+    path: str,
+    precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients; see ``infloss::grad`` in ops.py."""
     portable.require_weights(row_weight, col_weight)
-
+    if 0 in (x.size(0), y.size(0)):
+        return portable.grad(
+            x,
+            y,
+            logit_scale,
+            x_inv_norm,
+            y_inv_norm,
+            target,
+            target_offset,
+            target_stride,
+            row_stats,
+            row_weight,
+            col_stats,
+            col_weight,
+            target_weight,
+            centre,
+            need_x,
+            need_y,
+            need_scale,
+            workspace,
+        )
     dim = x.size(1)
     dx = torch.empty((x.size(0) if need_x else 0, dim), dtype=x.dtype, device=x.device)
     dy = torch.empty((y.size(0) if need_y else 0, dim), dtype=y.dtype, device=y.device)
     dscale = torch.empty(() if need_scale else (0,), dtype=torch.float32, device=x.device)
-    x_operand, y_operand = _operand(x), _operand(y)
+    x_operand, y_operand = _operand(x, path, precision), _operand(y, path, precision)
     arguments = (
         x_operand,
         y_operand,
@@ -173,7 +210,7 @@ def grad(
         _contiguous(target),
         target_offset,
         target_stride,
-        float32_precision() != "highest",
+        precision != "highest",
         workspace,
         _contiguous(row_stats),
         _contiguous(row_weight),
@@ -187,6 +224,6 @@ def grad(
         dy if need_y else None,
         dscale if need_scale else None,
     )
-    needed = torch.ops.infloss.grad_out(*arguments, None)
-    torch.ops.infloss.grad_out(*arguments, _workspace(needed, x.device))
+    needed = torch.ops.infloss.grad_out(*arguments, path, None)
+    torch.ops.infloss.grad_out(*arguments, path, _workspace(needed, x.device))
     return dx, dy, dscale

@@ -39,6 +39,11 @@ def _covered(archs: tuple[str, ...], capability: tuple[int, int]) -> bool:
     return any(runs_on(arch, capability) for arch in archs)
 
 
+def has_code_of(arch: str) -> bool:
+    """Whether the library was compiled for ``arch``, such as "9.0a"."""
+    return any(compiled.removesuffix("+PTX") == arch for compiled in CUDA_ARCHS)
+
+
 def has_code_for(device: torch.device) -> bool:
     """Whether any of the compiled architectures runs on a CUDA device."""
     return _covered(CUDA_ARCHS, torch.cuda.get_device_capability(device))

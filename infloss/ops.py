@@ -16,7 +16,8 @@ scaled by inverse norms where given) and t(i) = target[i], or offset + i * strid
     positive against a softmax, a centre changes nothing but the rounding: in a narrow cone of
     features all <x_i, y_j> are near one value, and sum_ij G_ij <x_i, y_j> is all cancellation.
 
-``path`` names the implementation (see paths.py). Those that end in ``_out`` are the compiled
+``path`` names the implementation (see paths.py), ``precision`` torch's precision of float32
+products, which compiled kernels follow. Those that end in ``_out`` are the compiled
 kernels themselves, which write into what their caller allocated.
 """
 
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from infloss import config, library, paths, portable  # noqa: F401  (library has the schemas)
+from infloss import config, kernels, library, paths, portable  # noqa: F401  (library has the schemas)
 from infloss.portable import stats_dtype
 
 _lib = torch.library.Library("infloss", "FRAGMENT")
@@ -47,13 +48,19 @@ def _merge_stats(stats: Tensor, partials: Tensor) -> None:
 
 
 def _lse(x: Tensor, *rest: Any) -> Any:
-    *arguments, path = rest
-    return paths.implementation(path, x).lse(x, *arguments)
+    *arguments, path, precision = rest
+    path = paths.resolve(path, x.dtype, x.device)
+    if path == "portable":
+        return portable.lse(x, *arguments)
+    return kernels.lse(x, *arguments, path=path, precision=precision)
 
 
 def _grad(x: Tensor, *rest: Any) -> Any:
-    *arguments, path = rest
-    return paths.implementation(path, x).grad(x, *arguments)
+    *arguments, path, precision = rest
+    path = paths.resolve(path, x.dtype, x.device)
+    if path == "portable":
+        return portable.grad(x, *arguments)
+    return kernels.grad(x, *arguments, path=path, precision=precision)
 
 
 for _name, _function in (
@@ -90,6 +97,7 @@ def _lse_fake(
     hardest: bool,
     workspace: int,
     path: str,
+    precision: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     m, n = x.size(0), y.size(0)
 
@@ -126,6 +134,7 @@ def _grad_fake(
     need_scale: bool,
     workspace: int,
     path: str,
+    precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         x.new_empty((x.size(0) if need_x else 0, x.size(1))),
@@ -190,6 +199,7 @@ class _PairLosses(torch.autograd.Function):
         hardest: bool,
         workspace: int,
         path: str,
+        precision: str,
     ) -> tuple[Tensor, ...]:
         x_inv = _inverse_norms(x) if normalize else None
         y_inv = _inverse_norms(y) if normalize else None
@@ -207,6 +217,7 @@ class _PairLosses(torch.autograd.Function):
             hardest=hardest,
             workspace=workspace,
             path=path,
+            precision=precision,
         )
         row_nll = _nll(row_stats, positive)
         col_nll = _nll(col_stats, positive) if cols else positive.new_empty(0)
@@ -225,6 +236,7 @@ class _PairLosses(torch.autograd.Function):
         ctx.target_stride = target_stride
         ctx.workspace = workspace
         ctx.path = path
+        ctx.precision = precision
         return row_nll, col_nll, *extras
 
     @staticmethod
@@ -236,7 +248,7 @@ class _PairLosses(torch.autograd.Function):
             col_weight = None
         weights = [weight for weight in (row_weight, col_weight) if weight is not None]
         if not weights:
-            return (None,) * 10
+            return (None,) * 11
         need_x, need_y, need_scale = ctx.needs_input_grad[:3]
         dx, dy, dscale = torch.ops.infloss.grad(
             x,
@@ -258,12 +270,13 @@ class _PairLosses(torch.autograd.Function):
             need_scale=need_scale,
             workspace=ctx.workspace,
             path=ctx.path,
+            precision=ctx.precision,
         )
         return (
             dx if need_x else None,
             dy if need_y else None,
             dscale if need_scale else None,
-            *(None,) * 7,
+            *(None,) * 8,
         )
 
 
@@ -279,6 +292,7 @@ def pair_losses(
     hardest: bool = False,
     workspace: int,
     path: str = config.AUTO,
+    precision: str = "highest",
 ) -> PairLosses:
     """Per-pair negative log-likelihoods of rows (and columns) of S, differentiable.
 
@@ -290,9 +304,20 @@ def pair_losses(
         hardest: also the hardest negatives.
         workspace: bytes for tiles.
         path: what implements it; see paths.py.
+        precision: of float32 products, as ``kernels.float32_precision`` says.
     """
     return PairLosses(
         *_PairLosses.apply(
-            x, y, logit_scale, target, target_stride, normalize, cols, hardest, workspace, path
+            x,
+            y,
+            logit_scale,
+            target,
+            target_stride,
+            normalize,
+            cols,
+            hardest,
+            workspace,
+            path,
+            precision,
         )
     )

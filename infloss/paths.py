@@ -1,16 +1,13 @@
 """Which implementation a call takes: behind ``infloss::lse`` and ``infloss::grad``, once a call.
 
-"auto" is the compiled kernels where they can take the features, and the portable path elsewhere.
+"auto" is the fastest of ``kernels.AUTO_PATHS`` that can take the features, and the portable path
+where none can.
 """
-
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from infloss import config, kernels, library, portable
-
-_MODULES = {"portable": portable, "sm80": kernels}
+from infloss import config, kernels, library
 
 
 def resolve(path: str, dtype: torch.dtype, device: torch.device) -> str:
@@ -22,17 +19,15 @@ def resolve(path: str, dtype: torch.dtype, device: torch.device) -> str:
     """
     if path == "portable":
         return path
-    reason = kernels.why_not(dtype, device)
     if path == config.AUTO:
-        return "sm80" if reason is None else "portable"
+        return next(
+            (name for name in kernels.AUTO_PATHS if kernels.why_not(name, dtype, device) is None),
+            "portable",
+        )
+    reason = kernels.why_not(path, dtype, device)
     if reason is not None:
         raise ValueError(f"path: {path!r} {reason}")
     return path
-
-
-def implementation(path: str, x: Tensor) -> ModuleType:
-    """The module with the ``lse`` and ``grad`` of that path."""
-    return _MODULES[resolve(path, x.dtype, x.device)]
 
 
 def has_compiled_statistics(x: Tensor) -> bool:

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -14,11 +15,14 @@ class Arena {
 
     template <class T>
     T* take(int64_t count) {
-        constexpr size_t ALIGNMENT = 256;
+        constexpr size_t kAlignment = 256;
         char* part = memory_ == nullptr ? nullptr : memory_ + used_;
-        used_ += (count * sizeof(T) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        used_ += (count * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
         return reinterpret_cast<T*>(part);
     }
+
+    // Counts what another arena over the same memory took.
+    void cover(const Arena& other) { used_ = std::max(used_, other.used_); }
 
     int64_t used() const { return static_cast<int64_t>(used_); }
 

@@ -5,25 +5,25 @@
 // A log-sum-exp is a pair (max, sum of exp(s - max)). The difference s - max is taken first and
 // scaled to a power of two after: so the maximum's own term is exactly 1.
 //
-// One exponential serves a row and a column where both can share a reference: SHARED_RANGE says how
+// One exponential serves a row and a column where both can share a reference: kSharedRange says how
 // far a reference may lie above a row's or column's own without loss: a factor of 2^80, where
-// float32 has 2^126; what is lost is 2^-46 of a sum that is at least 2^-80.
+// float32 has 2^126; a term that is lost is less than 2^-46 of a sum, which is at least 2^-80.
 
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
+#include "ptx/ampere.cuh"
+
 namespace infloss::pair {
 
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float SHARED_RANGE = 80 / LOG2_E;  // of similarities
-constexpr float SHARED_FLOOR = 0x1p-80f;     // of sums
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kSharedRange = 80 / kLog2E;  // of similarities
+constexpr float kSharedFloor = 0x1p-80f;     // of sums
 
-__device__ __forceinline__ float exp2_approx(float value) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
-    return result;
+__device__ __forceinline__ float cosine(float product, float x_inv_norm, float y_inv_norm) {
+    return product * (x_inv_norm * y_inv_norm);
 }
 
 // A product of its own: fused into a later subtraction, s would differ from the s that is a
@@ -34,7 +34,7 @@ __device__ __forceinline__ float similarity(float cosine, float logit_scale) {
 
 // exp(s - reference).
 __device__ __forceinline__ float term(float s, float reference) {
-    return exp2_approx((s - reference) * LOG2_E);
+    return ptx::exp2_approx((s - reference) * kLog2E);
 }
 
 // The reference for a group of similarities whose largest is `max`: 0 for a group of none.
@@ -58,6 +58,31 @@ struct Side {
 // Coefficient from each side's own exponential; the positive's less its target_weight.
 __device__ __forceinline__ float coefficient(float s, const Side& row, const Side& col) {
     return term(s, row.max) * row.weight + term(s, col.max) * col.weight;
+}
+
+// The same from one exponential, a power of two, against a reference that both share; the weights
+// are theirs against it.
+__device__ __forceinline__ float shared_coefficient(float power, float row_weight,
+                                                    float col_weight) {
+    return ptx::exp2_approx(power) * (row_weight + col_weight);
+}
+
+// Weight of a side against a shared reference.
+__device__ __forceinline__ float shared_weight(const Side& side, float reference) {
+    return side.weight * term(reference, side.max);
+}
+
+// What does not belong to S: no weight, and infinitely far below any reference.
+__device__ __forceinline__ Side no_side() {
+    return {0, INFINITY, 0, 0};
+}
+
+// Norm that belongs to an inverse.
+__device__ __forceinline__ float norm_of(float inv_norm) {
+    return inv_norm > 0 ? __fdividef(1, inv_norm) : 0;
+}
+__device__ __forceinline__ float norm_of(const Side& side) {
+    return norm_of(side.inv_norm);
 }
 
 // Column of row i's positive.

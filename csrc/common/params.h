@@ -17,6 +17,9 @@ namespace infloss {
 // accuracy, or, for S, one.
 enum class Arithmetic { f16, bf16, tf32, tf32x3 };
 
+// Which kernels: of compute capability 8.0 and later, or of 9.0.
+enum class Path { sm80, sm90 };
+
 struct PairParams {
     const void* x;             // [m, dim]
     const void* y;             // [n, dim]
@@ -28,16 +31,17 @@ struct PairParams {
     int64_t x_stride, y_stride;  // elements between rows
     int64_t target_offset, target_stride;
     Arithmetic arithmetic;
-    int64_t workspace_limit;  // bytes of tiles and slots, beyond what the sizes below need anyway
+    Path path;
+    int64_t workspace_limit;  // bytes of tiles and slots, beyond vectors and accumulators
     void* workspace;          // as many bytes as the launcher's *_workspace_bytes says
     cudaStream_t stream;
 };
 
 struct LseParams {
     PairParams pair;
-    float* row_stats;    // [2, m] (max, sum of exp(s - max)), or null
-    float* col_stats;    // [2, n], or null; then target is null
-    float* positive;     // [m] S_{i,t(i)}; NaN where t(i) is no column
+    float* row_stats;  // [2, m] (max, sum of exp(s - max)), or null
+    float* col_stats;  // [2, n], or null; then target is null
+    float* positive;   // [m] S_{i,t(i)}; unwritten where t(i) is no column: the caller presets NaN
     float* row_hardest;  // [m] largest S_ij, j != t(i), or null
     float* col_hardest;  // [n], or null
 };

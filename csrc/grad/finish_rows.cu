@@ -2,6 +2,7 @@
 // orthogonal to it; the projection is taken twice, since the first leaves what its rounding lost.
 
 #include <algorithm>
+#include <stdexcept>
 #include <string>
 
 #include "common/check.h"
@@ -90,9 +91,11 @@ void launch_finish_rows(const FinishRowsParams& params) {
         case DType::bf16:
             return launch<__nv_bfloat16>(params);
         case DType::f32:
-        case DType::f64:
             return launch<float>(params);
+        case DType::f64:
+            break;
     }
+    throw std::logic_error("infloss: no gradient kernels of float64");
 }
 
 void launch_scale_gradient(const float* slots, int64_t count, const float* unit, float* dscale,

@@ -26,14 +26,14 @@ struct UnitMeanParams {
     const void* x;          // [rows, dim] of dtype
     const float* inv_norm;  // [rows], or null: 1
     float* mean;            // [dim]
-    float* partials;        // [MEAN_PARTS, dim]
+    float* partials;        // [kMeanParts, dim]
     int64_t rows, dim;
     int64_t row_stride;  // elements
     DType dtype;
     cudaStream_t stream;
 };
 
-constexpr int64_t MEAN_PARTS = 256;
+constexpr int64_t kMeanParts = 256;
 
 // mean_d = sum_j inv_norm_j x_jd / rows.
 void launch_unit_mean(const UnitMeanParams& params);

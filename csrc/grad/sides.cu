@@ -15,6 +15,7 @@ constexpr int kThreads = 256;
 constexpr int kUnitThreads = 1024;
 constexpr int kWarp = 32;
 constexpr int kHalfTop = 14;  // float16 ends at 2^16
+constexpr int kWeightTop = 40;
 
 // Largest magnitude of values [size] over a block; 1 without values.
 __device__ float block_max_magnitude(const float* values, int64_t size) {
@@ -40,8 +41,10 @@ __global__ void unit_kernel(GradParams p, float* unit) {
         const float top = weight * block_max_magnitude(p.pair.x_inv_norm, p.pair.m) *
                           block_max_magnitude(p.pair.y_inv_norm, p.pair.n);
         if (top > 0 && isfinite(top)) {
-            const int exponent = kHalfTop - static_cast<int>(ceilf(log2f(top)));
-            power = exp2f(static_cast<float>(min(max(exponent, -100), 100)));
+            const int wanted = kHalfTop - static_cast<int>(ceilf(log2f(top)));
+            // a weight in these units still meets exponentials of up to 2^80
+            const int most = kWeightTop - static_cast<int>(ceilf(log2f(weight)));
+            power = exp2f(static_cast<float>(max(min(wanted, most), -100)));
         }
     }
     if (threadIdx.x == 0) *unit = power;

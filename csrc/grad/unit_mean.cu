@@ -1,5 +1,6 @@
 // Mean of the unit rows: each block adds up a share of the rows, then one kernel the shares.
 
+#include <stdexcept>
 #include <string>
 
 #include "common/check.h"
@@ -15,7 +16,7 @@ constexpr int kThreads = 256;
 template <typename T>
 __global__ void partial_mean_kernel(const T* x, const float* inv_norm, float* partials,
                                     int64_t rows, int64_t dim, int64_t row_stride) {
-    const int64_t share = ceil_div(rows, MEAN_PARTS);
+    const int64_t share = ceil_div(rows, kMeanParts);
     const int64_t first = blockIdx.x * share, last = min(first + share, rows);
     const int64_t d = blockIdx.y * int64_t{kThreads} + threadIdx.x;
     if (d >= dim) return;
@@ -31,14 +32,14 @@ __global__ void mean_kernel(const float* partials, float* mean, int64_t rows, in
     if (d >= dim) return;
     float sum = 0;
 #pragma unroll 16
-    for (int64_t part = 0; part < MEAN_PARTS; ++part) sum += partials[part * dim + d];
+    for (int64_t part = 0; part < kMeanParts; ++part) sum += partials[part * dim + d];
     mean[d] = sum / static_cast<float>(rows);
 }
 
 template <typename T>
 void launch(const UnitMeanParams& p) {
     const unsigned columns = static_cast<unsigned>(ceil_div(p.dim, kThreads));
-    partial_mean_kernel<<<dim3(MEAN_PARTS, columns), kThreads, 0, p.stream>>>(
+    partial_mean_kernel<<<dim3(kMeanParts, columns), kThreads, 0, p.stream>>>(
         static_cast<const T*>(p.x), p.inv_norm, p.partials, p.rows, p.dim, p.row_stride);
     mean_kernel<<<columns, kThreads, 0, p.stream>>>(p.partials, p.mean, p.rows, p.dim);
     INFLOSS_LAUNCH_CHECK("unit_mean on [" + std::to_string(p.rows) + ", " + std::to_string(p.dim) +
@@ -54,9 +55,11 @@ void launch_unit_mean(const UnitMeanParams& params) {
         case DType::bf16:
             return launch<__nv_bfloat16>(params);
         case DType::f32:
-        case DType::f64:
             return launch<float>(params);
+        case DType::f64:
+            break;
     }
+    throw std::logic_error("infloss: no gradient kernels of float64");
 }
 
 }  // namespace infloss

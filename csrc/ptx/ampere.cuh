@@ -1,4 +1,4 @@
-// Thin wrappers of the sm_80 instructions that the tiled kernels are made of, one instruction each.
+// Thin wrappers of the instructions that the tiled kernels are made of on every GPU, one each.
 
 #pragma once
 
@@ -8,6 +8,13 @@ namespace infloss::ptx {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 2^value to about 2^-22, and 0 below 2^-126.
+__device__ __forceinline__ float exp2_approx(float value) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
 }
 
 // 16 bytes from global to shared memory, past L1; bytes from `source_bytes` on become zero.

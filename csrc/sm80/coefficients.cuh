@@ -27,11 +27,6 @@ struct CoefficientTask {
     float* scale_slots;      // [tiles]: += sum of G_ij (cosine_ij - centre), or null
 };
 
-// What does not belong to S: no weight, and infinitely far below any reference.
-__device__ __forceinline__ pair::Side no_side() {
-    return {0, INFINITY, 0, 0};
-}
-
 template <class Tile>
 struct SharedSides {
     pair::Side rows[Tile::BM];
@@ -49,12 +44,12 @@ class SideFetch {
 #pragma unroll
         for (int e = 0; e < ROWS_EACH; ++e) {
             const int64_t i = row0 + threadIdx.x + e * Tile::THREADS;
-            rows_[e] = i < task.pair.m ? task.rows[i] : no_side();
+            rows_[e] = i < task.pair.m ? task.rows[i] : pair::no_side();
         }
 #pragma unroll
         for (int e = 0; e < COLS_EACH; ++e) {
             const int64_t j = col0 + threadIdx.x + e * Tile::THREADS;
-            cols_[e] = j < task.pair.n ? task.cols[j] : no_side();
+            cols_[e] = j < task.pair.n ? task.cols[j] : pair::no_side();
         }
     }
 
@@ -108,20 +103,10 @@ __device__ __forceinline__ void share_rows(const float (&residual)[Tile::MT][2],
         }
 }
 
-// Weight of a side against a shared reference.
-__device__ __forceinline__ float shared_weight(const pair::Side& side, float reference) {
-    return side.weight * pair::term(reference, side.max);
-}
-
 // Where the tile starts in S.
 struct Corner {
     int64_t row, col;
 };
-
-// Norm that belongs to a side's inverse.
-__device__ __forceinline__ float norm_of(const pair::Side& side) {
-    return side.inv_norm > 0 ? __fdividef(1, side.inv_norm) : 0;
-}
 
 // What a warp's part of the tile asks for.
 struct Inspection {
@@ -155,10 +140,10 @@ __device__ __forceinline__ Inspection inspect(const CoefficientTask& task,
             local_target<Tile>(task.pair, corner.row + lane.warp_row + i, corner.col) -
             lane.warp_col;
         out.special |= target >= 0 && target < Tile::WARP_COLS;
-        out.shared &= out.reference - rows[i].max <= pair::SHARED_RANGE;
+        out.shared &= out.reference - rows[i].max <= pair::kSharedRange;
     }
     for (int j = first; j < Tile::WARP_COLS; j += WARP)
-        out.shared &= out.reference - cols[j].max <= pair::SHARED_RANGE;
+        out.shared &= out.reference - cols[j].max <= pair::kSharedRange;
     out.shared = __all_sync(~0u, out.shared);
     out.special = __any_sync(~0u, out.special);
     return out;
@@ -179,7 +164,7 @@ template <class Tile>
 struct RowTerms {
     float inv_norm[Tile::MT][2], norm[Tile::MT][2];
     float weight[Tile::MT][2];  // against the shared reference
-    int target[Tile::MT][2];    // column of the tile
+    int target[Tile::MT][2];    // column of the tile; -1 where none is looked for
 };
 
 template <class Tile, class Mode>
@@ -194,11 +179,12 @@ __device__ __forceinline__ RowTerms<Tile> row_terms(const CoefficientTask& task,
         for (int h = 0; h < 2; ++h) {
             const pair::Side& row = sides.rows[lane.row(m, h)];
             out.inv_norm[m][h] = row.inv_norm;
-            out.norm[m][h] = norm_of(row);
-            out.weight[m][h] = shared_weight(row, reference);
-            if constexpr (Mode::SPECIAL)
-                out.target[m][h] =
-                    local_target<Tile>(task.pair, corner.row + lane.row(m, h), corner.col);
+            out.norm[m][h] = pair::norm_of(row);
+            out.weight[m][h] = pair::shared_weight(row, reference);
+            out.target[m][h] =
+                Mode::SPECIAL
+                    ? local_target<Tile>(task.pair, corner.row + lane.row(m, h), corner.col)
+                    : -1;
         }
     return out;
 }
@@ -216,8 +202,9 @@ template <class Mode>
 __device__ __forceinline__ float one_coefficient(float s, float reference, float row_weight,
                                                  const pair::Side& row, const ColumnTerm& col,
                                                  bool is_target, bool outside) {
-    float g = Mode::SHARED ? pair::term(s, reference) * (row_weight + col.weight)
-                           : pair::coefficient(s, row, col.side);
+    float g = Mode::SHARED
+                  ? pair::shared_coefficient((s - reference) * pair::kLog2E, row_weight, col.weight)
+                  : pair::coefficient(s, row, col.side);
     if constexpr (Mode::SPECIAL) {
         if (is_target) g = pair::coefficient(s, row, col.side) - row.target_weight;
         if (outside) g = 0;
@@ -246,7 +233,7 @@ __device__ __forceinline__ void to_coefficients(const Accumulators<Tile>& acc, P
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
             const pair::Side& side = sides.cols[first_col + b];
-            cols[b] = {side, norm_of(side), shared_weight(side, reference),
+            cols[b] = {side, pair::norm_of(side), pair::shared_weight(side, reference),
                        corner.col + first_col + b >= task.pair.n};
         }
         float col_residual[2] = {0, 0};
@@ -330,12 +317,13 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS_PER_SM)
     Accumulators<Tile> acc = {};
     inner_products<Tile>(acc, task.pair, corner.row, corner.col, shared);
 
+    static_assert(sizeof(SharedSides<Tile>) + sizeof(SharedSums<Tile>) <= Tile::SHARED_BYTES);
     auto& sides = *reinterpret_cast<SharedSides<Tile>*>(shared);
     auto& sums = *reinterpret_cast<SharedSums<Tile>*>(shared + sizeof(SharedSides<Tile>));
     fetch.share(sides);
     const Inspection part = inspect(task, sides, lane, corner);
 
-    Packed<Tile> packed;
+    alignas(CHUNK_BYTES) Packed<Tile> packed;
     const auto transform = [&](auto mode) {
         to_coefficients<Tile, decltype(mode)>(acc, packed, task, sides, lane, corner,
                                               part.reference, sums);

@@ -21,8 +21,8 @@ struct Bf16 {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
         return reinterpret_cast<const uint32_t&>(pair);
     }
-    static __device__ float2 unpack(Packed pair) {
-        return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+    static __device__ float2 unpack(Packed pair) {  // a bfloat16 is the upper half of its float32
+        return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
     }
 };
 
@@ -109,23 +109,23 @@ template <int MT, int NT>
 __device__ __forceinline__ void multiply_step(Tf32x3, float (&acc)[MT][NT][4], uint32_t (&a)[MT][4],
                                               uint32_t (&b)[NT][2]) {
     constexpr float ZERO[4] = {0, 0, 0, 0};
-    constexpr int GROUP = 4;  // independent sums in flight
+    constexpr int kGroup = 4;  // independent sums in flight
     uint32_t a_rest[MT][4], b_rest[NT][2];
     split_fragments(a, a_rest);
     split_fragments(b, b_rest);
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int first = 0; first < NT; first += GROUP) {
-            float sum[GROUP][4];
+        for (int first = 0; first < NT; first += kGroup) {
+            float sum[kGroup][4];
 #pragma unroll
-            for (int i = 0; i < GROUP; ++i) ptx::mma_tf32(sum[i], a_rest[m], b[first + i], ZERO);
+            for (int i = 0; i < kGroup; ++i) ptx::mma_tf32(sum[i], a_rest[m], b[first + i], ZERO);
 #pragma unroll
-            for (int i = 0; i < GROUP; ++i) ptx::mma_tf32(sum[i], a[m], b_rest[first + i], sum[i]);
+            for (int i = 0; i < kGroup; ++i) ptx::mma_tf32(sum[i], a[m], b_rest[first + i], sum[i]);
 #pragma unroll
-            for (int i = 0; i < GROUP; ++i) ptx::mma_tf32(sum[i], a[m], b[first + i], sum[i]);
+            for (int i = 0; i < kGroup; ++i) ptx::mma_tf32(sum[i], a[m], b[first + i], sum[i]);
 #pragma unroll
-            for (int i = 0; i < GROUP; ++i)
+            for (int i = 0; i < kGroup; ++i)
 #pragma unroll
                 for (int w = 0; w < 4; ++w) acc[m][first + i][w] += sum[i][w];
         }

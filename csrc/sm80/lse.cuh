@@ -51,7 +51,8 @@ __device__ __forceinline__ void to_similarities(Accumulators<Tile>& acc, const P
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     float& value = acc[m][n][2 * h + b];
-                    value = pair::similarity(cosine(value, x_inv_norm[m][h], y_inv_norm), scale);
+                    value =
+                        pair::similarity(pair::cosine(value, x_inv_norm[m][h], y_inv_norm), scale);
                 }
         }
 }
@@ -131,14 +132,14 @@ __device__ __forceinline__ bool shared_reference(const Accumulators<Tile>& s, bo
         for (int h = 0; h < 2; ++h) {
             out.row_max[m][h] = max;
             out.row_sum[m][h] = reduce_quad(out.row_sum[m][h], Sum{});
-            safe &= out.row_sum[m][h] >= pair::SHARED_FLOOR;
+            safe &= out.row_sum[m][h] >= pair::kSharedFloor;
         }
 #pragma unroll
     for (int n = 0; n < Tile::NT; ++n)
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
             out.col_max[n][b] = max;
-            safe &= !cols || out.col_sum[n][b] >= pair::SHARED_FLOOR;
+            safe &= !cols || out.col_sum[n][b] >= pair::kSharedFloor;
         }
     return __all_sync(~0u, safe);
 }
@@ -249,6 +250,7 @@ __global__ void __launch_bounds__(Tile::THREADS, Tile::BLOCKS_PER_SM)
     if (task.own_maxima || !shared_reference(acc, cols, partials)) {
         own_references(acc, cols, partials);
     }
+    static_assert(sizeof(SharedPartials<Tile>) <= Tile::SHARED_BYTES);
     auto& all = *reinterpret_cast<SharedPartials<Tile>*>(shared);
     share(partials, lane, all);
     if (task.row_slots != nullptr) {

@@ -15,11 +15,11 @@ struct TilePosition {
     int row, col;
 
     __device__ TilePosition(int index, const Panel& panel) {
-        constexpr int GROUP = 12;
-        const int group = index / (GROUP * panel.col_tiles);
-        const int height = min(GROUP, panel.row_tiles - group * GROUP);
-        const int within = index - group * GROUP * panel.col_tiles;
-        row = group * GROUP + within % height;
+        constexpr int kGroup = 12;
+        const int group = index / (kGroup * panel.col_tiles);
+        const int height = min(kGroup, panel.row_tiles - group * kGroup);
+        const int within = index - group * kGroup * panel.col_tiles;
+        row = group * kGroup + within % height;
         col = within / height;
     }
 };
@@ -47,11 +47,6 @@ __device__ __forceinline__ void inner_products(Accumulators<Tile>& acc, const Pa
         feature_rows<Storage>(p.y, col0, min(int64_t{Tile::BN}, p.n - col0), p.y_stride, p.dim);
     const int k_tiles = static_cast<int>(ceil_div(p.dim, Tile::BK));
     multiply<Tile, Major::K, Major::K, Columns::GATHERED>(acc, x, y, k_tiles, shared);
-}
-
-// A cosine becomes a similarity by one rounding more, in forward and backward alike.
-__device__ __forceinline__ float cosine(float product, float x_inv_norm, float y_inv_norm) {
-    return product * (x_inv_norm * y_inv_norm);
 }
 
 // Each row's positive as a column of the tile; any value outside [0, BN) where it is elsewhere.

@@ -26,7 +26,7 @@ __device__ void write(float* stats, int64_t size, int64_t i, float max, float su
 
 __device__ void join(float* stats, float* hardest, int64_t size, int64_t i, float positive) {
     const float max = stats[i], sum = stats[size + i];
-    if (hardest != nullptr) hardest[i] = max;
+    if (hardest != nullptr) hardest[i] = isnan(sum) ? sum : max;
     const float negatives = pair::rescaled(max, sum, positive);
     if (isnan(positive)) {
         write(stats, size, i, max, sum);

@@ -1,4 +1,5 @@
-// O(B) statistics kernels that every path shares: row norms and the merge of partial log-sum-exps.
+// O(B) statistics kernels that every path shares: row norms, the merge of partial log-sum-exps, and
+// the positives that join them.
 
 #pragma once
 
@@ -33,6 +34,7 @@ struct MergeStatsParams {
     int64_t partial_stride;  // elements between partials
     int64_t part_stride;     // elements between a partial's max and sum
     bool overwrite;          // stats hold nothing yet
+    const int* only_if;      // [] not 0, or null: always
     DType dtype;
     cudaStream_t stream;
 };

@@ -25,7 +25,8 @@ __device__ float rescaled(float max, float sum, float top) {
 template <typename T>
 __global__ void merge_stats_kernel(T* stats, const T* partials, int64_t rows, int64_t count,
                                    int64_t stats_stride, int64_t partial_stride,
-                                   int64_t part_stride, bool overwrite) {
+                                   int64_t part_stride, bool overwrite, const int* only_if) {
+    if (only_if != nullptr && *only_if == 0) return;
     const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
     for (int64_t row = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; row < rows;
          row += threads) {
@@ -49,7 +50,7 @@ void launch(const MergeStatsParams& p) {
     const int64_t blocks = std::min((p.rows + kThreads - 1) / kThreads, kMaxBlocks);
     merge_stats_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, p.stream>>>(
         static_cast<T*>(p.stats), static_cast<const T*>(p.partials), p.rows, p.count,
-        p.stats_stride, p.partial_stride, p.part_stride, p.overwrite);
+        p.stats_stride, p.partial_stride, p.part_stride, p.overwrite, p.only_if);
     INFLOSS_LAUNCH_CHECK("merge_stats_kernel on [" + std::to_string(p.count) + ", 2, " +
                          std::to_string(p.rows) + "]");
 }
