@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import infloss
+from infloss import kernels
 from support import matmul_precision
 
 # The same examples in every run, and no deadline: a test never depends on the machine's speed. The
@@ -39,10 +40,13 @@ def cuda() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-@pytest.fixture
-def sm80(cuda: torch.device) -> Iterator[torch.device]:
-    """The current CUDA device, where every call takes the tile kernels and nothing else."""
-    with infloss.use_path("sm80"):
+@pytest.fixture(params=kernels.PATHS)
+def kernel_device(request: pytest.FixtureRequest, cuda: torch.device) -> Iterator[torch.device]:
+    """The current CUDA device, where every call takes one path's tile kernels and nothing else."""
+    reason = kernels.why_not(request.param, torch.bfloat16, cuda)
+    if reason is not None:
+        pytest.skip(f"{request.param!r} {reason}")
+    with infloss.use_path(request.param):
         yield cuda
 
 

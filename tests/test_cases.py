@@ -296,7 +296,22 @@ def test_any_feature_size_through_the_raw_op(dim: int, device: torch.device) -> 
     """Cases 21 and 22: no multiple of 8 or of a tile is asked for."""
     x = unit(normal(20, dim)).to(device, torch.bfloat16)
     scale = torch.tensor(14.3, device=device)
-    arguments = (x, x, scale, None, None, None, 0, 1, True, False, False, 1 << 20, "auto")
+    arguments = (
+        x,
+        x,
+        scale,
+        None,
+        None,
+        None,
+        0,
+        1,
+        True,
+        False,
+        False,
+        1 << 20,
+        "auto",
+        "highest",
+    )
     row_stats, _, positive, _, _ = torch.ops.infloss.lse(*arguments)
     s = reference.similarity(x.double(), x.double(), 14.3, normalize=False)
     lse = row_stats[0] + row_stats[1].log()

@@ -38,7 +38,7 @@ def lse_arguments(
     scale = torch.tensor(3.0, dtype=portable.stats_dtype(dtype), device=device)
     inverse = (inverse_norms(x), inverse_norms(y)) if normalize else (None, None)
     columns = torch.arange(m, device=device).flip(0) % n if target else None
-    return (x, y, scale, *inverse, columns, 0, max(1, n // m), *asked, MIB, path)
+    return (x, y, scale, *inverse, columns, 0, max(1, n // m), *asked, MIB, path, "highest")
 
 
 def grad_arguments(
@@ -59,7 +59,7 @@ def grad_arguments(
     rows = (row_stats, weight) if directions in ("both", "rows") else (None, None)
     cols = (col_stats, weight[:n]) if directions in ("both", "cols") else (None, None)
     centre = torch.zeros((), device=device, dtype=row_stats.dtype) if needed[2] else None
-    return (*forward[:8], *rows, *cols, weight, centre, *needed, MIB, path)
+    return (*forward[:8], *rows, *cols, weight, centre, *needed, MIB, path, "highest")
 
 
 @DTYPES
@@ -262,4 +262,5 @@ def test_a_gradient_without_weights_is_refused() -> None:
             need_scale=False,
             workspace=1 << 20,
             path="auto",
+            precision="highest",
         )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import infloss
-from infloss import kernels, library, paths
+from infloss import kernels, library, paths, portable
 from support import LOSSES, Loss, matmul_precision, normal
 from support import name as dtype_id
 
@@ -84,9 +84,33 @@ def test_no_reason_against_the_kernels(
     capability: tuple[int, int], dtype: torch.dtype, pretend: Pretend
 ) -> None:
     pretend(capability)
-    assert kernels.why_not(dtype, CUDA) is None
+    assert kernels.why_not("sm80", dtype, CUDA) is None
     assert paths.resolve("auto", dtype, CUDA) == "sm80"
     assert paths.resolve("sm80", dtype, CUDA) == "sm80"
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "reason"),
+    [
+        ((9, 0), ARCHS, None),
+        ((9, 0), ("9.0a+PTX",), None),
+        ((8, 9), ARCHS, "needs compute capability 9.0, got 8.9"),
+        ((10, 0), ARCHS, "needs compute capability 9.0, got 10.0"),
+        ((9, 0), ("8.0+PTX",), "needs a build with code for compute capability 9.0a"),
+    ],
+)
+def test_hopper_kernels_are_for_hopper_alone(
+    capability: tuple[int, int], archs: tuple[str, ...], reason: str | None, pretend: Pretend
+) -> None:
+    """Elsewhere "auto" takes the general kernels; who asks for the others hears why not."""
+    pretend(capability, archs=archs)
+    assert kernels.why_not("sm90", torch.bfloat16, CUDA) == reason
+    if reason is None:
+        assert paths.resolve("sm90", torch.bfloat16, CUDA) == "sm90"
+        return
+    assert paths.resolve("auto", torch.bfloat16, CUDA) == "sm80"
+    with pytest.raises(ValueError, match=f"^path: 'sm90' {reason}$"):
+        paths.resolve("sm90", torch.bfloat16, CUDA)
 
 
 # name -> (dtype, device, capability, archs, the reason)
@@ -136,11 +160,12 @@ def test_what_no_kernel_can_take_goes_the_portable_way(
 ) -> None:
     """Silently where nothing was asked for; where the kernels were, an error that says why."""
     pretend(capability, archs=archs)
-    assert kernels.why_not(dtype, device) == reason
     assert paths.resolve("auto", dtype, device) == "portable"
     assert paths.resolve("portable", dtype, device) == "portable"
-    with pytest.raises(ValueError, match=f"^path: 'sm80' {reason}$"):
-        paths.resolve("sm80", dtype, device)
+    for path in kernels.PATHS:
+        assert kernels.why_not(path, dtype, device) == reason
+        with pytest.raises(ValueError, match=f"^path: '{path}' {reason}$"):
+            paths.resolve(path, dtype, device)
 
 
 @pytest.mark.parametrize("path", ["auto", "sm80"])
@@ -157,21 +182,28 @@ def test_a_device_that_was_not_compiled_for_is_an_error(path: str, pretend: Pret
 
 
 @EACH_LOSS
+@pytest.mark.parametrize("path", kernels.PATHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
-def test_kernels_refuse_features_on_a_cpu(loss: Loss, dtype: torch.dtype) -> None:
+def test_kernels_refuse_features_on_a_cpu(loss: Loss, dtype: torch.dtype, path: str) -> None:
     x = normal(6, 4, dtype=dtype)
     with (
-        infloss.use_path("sm80"),
-        pytest.raises(ValueError, match=r"^path: 'sm80' needs CUDA features, got cpu$"),
+        infloss.use_path(path),
+        pytest.raises(ValueError, match=rf"^path: '{path}' needs CUDA features, got cpu$"),
     ):
         loss(x, x, 3.0)
 
 
 @EACH_LOSS
-def test_kernels_refuse_float64(loss: Loss, sm80: torch.device) -> None:
-    x = normal(6, 4, dtype=torch.float64).to(sm80)
-    with pytest.raises(ValueError, match=r"^path: 'sm80' needs .*, got torch.float64$"):
+def test_kernels_refuse_float64(loss: Loss, kernel_device: torch.device) -> None:
+    x = normal(6, 4, dtype=torch.float64).to(kernel_device)
+    with pytest.raises(ValueError, match=r"^path: 'sm.0' needs .*, got torch.float64$"):
         loss(x, x, 3.0)
+
+
+def test_auto_lifts_a_path_asked_for_outside() -> None:
+    x = normal(6, 4)
+    with infloss.use_path("sm80"), infloss.use_path("auto"):
+        assert infloss.contrastive_loss(x, x).isfinite()
 
 
 def test_backward_takes_the_path_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +221,28 @@ def test_backward_takes_the_path_of_its_forward(monkeypatch: pytest.MonkeyPatch)
     with infloss.use_path("portable"):
         loss.backward()
     assert asked == ["sm80", "sm80"]
+
+
+def test_backward_takes_the_precision_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would recompute other similarities than those whose sums were saved."""
+    asked: list[str] = []
+
+    def spy(name: str) -> Callable[..., Any]:
+        def call(x: torch.Tensor, *arguments: Any, path: str, precision: str) -> Any:
+            asked.append(precision)
+            return getattr(portable, name)(x, *arguments)
+
+        return call
+
+    for name in ("lse", "grad"):
+        monkeypatch.setattr(kernels, name, spy(name))
+    monkeypatch.setattr(paths, "resolve", lambda path, dtype, device: "sm80")
+    x = normal(6, 4).requires_grad_()
+    with matmul_precision("high"):
+        loss = infloss.contrastive_loss(x, x.detach())
+    with matmul_precision("highest"):
+        loss.backward()
+    assert asked == ["high", "high"]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +281,8 @@ def test_build_info_says_what_would_be_refused(pretend: Pretend) -> None:
     expected = {"cpu": "portable", "cuda:0": "sm80", "cuda:1": "none"}
     assert infloss.build_info()["device_paths"] == expected
     with infloss.use_path("sm80"):
-        assert infloss.build_info()["device_paths"] == {**expected, "cpu": "none"}
+        forced = {"cpu": "none", "cuda:0": "sm80", "cuda:1": "none"}
+        assert infloss.build_info()["device_paths"] == forced
 
 
 def test_build_info_of_this_machine(cuda: torch.device) -> None:
