@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch import Tensor
 import cases
 import infloss
 from infloss import config, paths, reference
+from oracle import matmul_precision
 from record import RESULTS, Column, Result, command_line, environment, markdown_table
 
 SCALES = (14.3, 100.0)
@@ -124,17 +125,6 @@ def exact_loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 def our_loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     """What is judged."""
     return infloss.contrastive_loss(x, y, scale)
-
-
-@contextmanager
-def matmul_precision(value: str) -> Iterator[None]:
-    """torch.set_float32_matmul_precision for the context."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(value)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def compare(out: Tensor, dense: Tensor, exact: Tensor, floor: float) -> Figures | None:

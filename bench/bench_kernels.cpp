@@ -5,13 +5,14 @@
 // Built by CMake, or by hand:
 //
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -arch=sm_90a -Icsrc -Ibench
-//     bench/bench_kernels.cpp csrc/*/*.cu -o build/bench_kernels -ldl
+//     bench/bench_kernels.cpp csrc/*.cu csrc/*/*.cu -o build/bench_kernels -ldl
 
 #include <cuda_runtime_api.h>
 
 #include <cstdio>
 #include <exception>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,7 @@ namespace {
 
 using namespace infloss::bench;
 using infloss::Arithmetic;
+using infloss::Path;
 
 constexpr int kExitWrong = 1;
 constexpr int kExitUsage = 2;
@@ -47,7 +49,16 @@ std::vector<Case> check_cases(Arithmetic arithmetic) {
          .cols = false,
          .target_array = true},
         {.what = "rows only", .m = 300, .n = 130, .dim = 40, .cols = false},
+        {.what = "several tiles", .m = 700, .n = 600, .dim = 136},
         {.what = "not normalised", .m = 257, .n = 129, .dim = 72, .normalised = false},
+        {.what = "frozen x", .m = 129, .n = 257, .dim = 72, .want_dx = false},
+        {.what = "frozen y", .m = 129, .n = 257, .dim = 72, .want_dy = false, .want_dscale = false},
+        {.what = "only the scale",
+         .m = 129,
+         .n = 257,
+         .dim = 72,
+         .want_dx = false,
+         .want_dy = false},
         {.what = "offset and stride",
          .m = 70,
          .n = 300,
@@ -56,6 +67,7 @@ std::vector<Case> check_cases(Arithmetic arithmetic) {
          .target_stride = 3},
         {.what = "narrow cone", .m = 200, .n = 200, .dim = 64, .cone = true},
         {.what = "no shared reference", .m = 200, .n = 200, .dim = 64, .logit_scale = 1000},
+        {.what = "hardly scaled", .m = 200, .n = 200, .dim = 64, .logit_scale = 0.1f},
         {.what = "many panels", .m = 700, .n = 1100, .dim = 24, .workspace_limit = kTiny},
     };
     for (Case& c : cases) c.arithmetic = arithmetic;
@@ -116,18 +128,22 @@ class Bench {
         for (const Arithmetic arithmetic : kArithmetics) {
             if (arithmetic != options_.arithmetic.value_or(arithmetic)) continue;
             for (const Case& c : check_cases(arithmetic))
-                run_case(c, {options_.pass.value_or(Pass::step)}, false);
+                run_on_paths(c, {options_.pass.value_or(Pass::step)}, false);
         }
     }
 
     void time_cases() {
         std::vector<Pass> passes(std::begin(kPasses), std::end(kPasses));
         if (options_.pass) passes = {*options_.pass};
-        for (const Case& c : speed_cases(options_)) run_case(c, passes, true);
+        for (const Case& c : speed_cases(options_)) run_on_paths(c, passes, true);
     }
 
-    // Exit status.
+    // Exit status. Throws where nothing was checked.
     int finish() const {
+        if (rows_.empty())
+            throw std::runtime_error(
+                "no row: this device has no such path, or the path no such "
+                "arithmetic");
         if (!options_.json.empty()) write_json(options_.json, env_, rows_);
         int64_t wrong = 0;
         for (const Row& row : rows_) wrong += !row.ok();
@@ -147,13 +163,29 @@ class Bench {
         }
     }
 
-    void run_case(const Case& c, const std::vector<Pass>& passes, bool timed) {
-        const HostProblem host = make_problem(c);
+    bool takes(Path path, Arithmetic arithmetic) const {
+        if (path != options_.path.value_or(path)) return false;
+        const bool half = arithmetic == Arithmetic::bf16 || arithmetic == Arithmetic::f16;
+        return path == Path::sm80 || (env_.capability == 90 && half);
+    }
+
+    // One problem and its exact results serve every path.
+    void run_on_paths(const Case& c, const std::vector<Pass>& passes, bool timed) {
+        HostProblem host = make_problem(c);
         Judge judge(host);
+        for (const Path path : kPaths) {
+            if (!takes(path, c.arithmetic)) continue;
+            host.spec.path = path;
+            run_case(host, judge, passes, timed);
+        }
+    }
+
+    void run_case(const HostProblem& host, Judge& judge, const std::vector<Pass>& passes,
+                  bool timed) {
         DeviceProblem problem(host);
         if (timed) problem.rotate_past(2 * env_.l2_bytes);
         for (const Pass pass : passes) {
-            Row row{c, pass, verify(problem, judge, pass), problem.peak_bytes(pass), {}};
+            Row row{host.spec, pass, verify(problem, judge, pass), problem.peak_bytes(pass), {}};
             if (timed && row.ok()) row.speed = time_pass(problem, pass, cublas_.get());
             print_row(row);
             rows_.push_back(std::move(row));

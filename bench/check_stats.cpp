@@ -79,6 +79,7 @@ bool check_merge_stats(int64_t count, int64_t rows) {
                                            .partial_stride = 2 * rows,
                                            .part_stride = rows,
                                            .overwrite = false,
+                                           .only_if = nullptr,
                                            .dtype = infloss::DType::f32,
                                            .stream = nullptr};
     infloss::launch_merge_stats(params);

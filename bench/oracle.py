@@ -72,7 +72,7 @@ def affordable(batch: int, dim: int, device: torch.device) -> bool:
 def make_oracle(img: torch.Tensor, txt: torch.Tensor, scale: float) -> Oracle:
     """Solve ``[B, D]`` inputs exactly, at a logit scale of ``scale``, in O(B * D) memory."""
     exact = chunked_gradients(img, txt, scale, torch.float64)
-    with _true_fp32():
+    with matmul_precision("highest"):
         single = chunked_gradients(img, txt, scale, torch.float32)
     rounded = Gradients(single.loss, single.img.to(img.dtype), single.txt.to(txt.dtype))
     return Oracle(exact, rounded)
@@ -124,10 +124,10 @@ def _through_norm(grad: torch.Tensor, unit: torch.Tensor, norm: torch.Tensor) ->
 
 
 @contextmanager
-def _true_fp32() -> Iterator[None]:
-    """fp32 products in fp32, whatever the user allows elsewhere."""
+def matmul_precision(value: str) -> Iterator[None]:
+    """Torch's precision of fp32 products for the context: "highest", "high" or "medium"."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision(value)
     try:
         yield
     finally:

@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <library_types.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
@@ -14,6 +15,7 @@
 
 #include "native/buffer.h"
 #include "native/element.h"
+#include "native/parallel.h"
 #include "native/random.h"
 
 namespace infloss::bench {

@@ -8,9 +8,9 @@
 
 #include "common/check.h"
 #include "common/params.h"
+#include "launch.h"
 #include "native/buffer.h"
 #include "native/problem.h"
-#include "sm80/launch.h"
 #include "stats/launch.h"
 
 namespace infloss::bench {
@@ -23,9 +23,9 @@ struct Outputs {
           positive(c.m * sizeof(float)),
           row_hardest(c.hardest ? c.m * sizeof(float) : 0),
           col_hardest(c.hardest && c.cols ? c.n * sizeof(float) : 0),
-          dx(c.m * c.dim * element_bytes(dtype_of(c.arithmetic))),
-          dy(c.n * c.dim * element_bytes(dtype_of(c.arithmetic))),
-          dscale(sizeof(float)) {}
+          dx(c.want_dx ? c.m * c.dim * element_bytes(dtype_of(c.arithmetic)) : 0),
+          dy(c.want_dy ? c.n * c.dim * element_bytes(dtype_of(c.arithmetic)) : 0),
+          dscale(c.want_dscale ? sizeof(float) : 0) {}
 
     DeviceBuffer row_stats, col_stats, positive, row_hardest, col_hardest;  // of lse
     DeviceBuffer dx, dy, dscale;                                            // of grad
@@ -87,8 +87,8 @@ class DeviceProblem {
     // grad reads the statistics that an lse has left.
     void run(Pass pass, size_t set = 0) {
         if (pass == Pass::step) normalise(set);
-        if (pass != Pass::grad) sm80::launch_lse(lse_params(set));
-        if (pass != Pass::lse) sm80::launch_grad(grad_params(set));
+        if (pass != Pass::grad) launch_lse(lse_params(set));
+        if (pass != Pass::lse) launch_grad(grad_params(set));
     }
 
     const Outputs& outputs() const { return outputs_; }
@@ -109,8 +109,8 @@ class DeviceProblem {
     }
 
     size_t workspace_bytes(Pass pass) const {
-        return pass == Pass::lse ? sm80::lse_workspace_bytes(lse_params(0))
-                                 : sm80::grad_workspace_bytes(grad_params(0));
+        return pass == Pass::lse ? lse_workspace_bytes(lse_params(0))
+                                 : grad_workspace_bytes(grad_params(0));
     }
 
     void normalise(size_t set) {
@@ -148,6 +148,7 @@ class DeviceProblem {
                 .target_offset = spec_.target_offset,
                 .target_stride = spec_.target_stride,
                 .arithmetic = spec_.arithmetic,
+                .path = spec_.path,
                 .workspace_limit = spec_.workspace_limit,
                 .workspace = workspace_.data(),
                 .stream = nullptr};

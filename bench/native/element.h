@@ -35,6 +35,12 @@ inline const char* name_of(Arithmetic arithmetic) {
     throw std::logic_error("unknown arithmetic");
 }
 
+constexpr Path kPaths[] = {Path::sm80, Path::sm90};
+
+inline const char* name_of(Path path) {
+    return path == Path::sm90 ? "sm90" : "sm80";
+}
+
 // What features and gradients of an arithmetic are stored as.
 inline DType dtype_of(Arithmetic arithmetic) {
     if (arithmetic == Arithmetic::f16) return DType::f16;

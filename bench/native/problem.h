@@ -27,12 +27,14 @@ struct Case {
     std::string what;  // why the row is there
     int64_t m, n, dim;
     Arithmetic arithmetic = Arithmetic::bf16;
+    Path path = Path::sm80;
     float logit_scale = 1 / 0.07f;
     bool normalised = true;
-    bool cols = true;           // statistics of columns too
-    bool hardest = false;       // the hardest negatives too
-    bool cone = false;          // unrelated rows have cosine 0.9, as real embeddings do
-    bool target_array = false;  // some of its targets are no column
+    bool cols = true;      // statistics of columns too
+    bool hardest = false;  // the hardest negatives too
+    bool cone = false;     // unrelated rows have cosine 0.9, as real embeddings do
+    bool want_dx = true, want_dy = true, want_dscale = true;
+    bool target_array = false;                     // some of its targets are no column
     int64_t target_offset = 0, target_stride = 1;  // without an array
     int64_t workspace_limit = int64_t{256} << 20;  // bytes
 };

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "common/check.h"
+#include "native/cublas.h"
 #include "native/judge.h"
 #include "native/problem.h"
 #include "native/timer.h"
@@ -23,6 +24,7 @@ namespace infloss::bench {
 
 struct Environment {
     std::string device;
+    int capability;  // 90 is 9.0
     int multiprocessors;
     size_t l2_bytes;
     int driver, runtime;         // as CUDA counts versions: 13000 is 13.0
@@ -39,6 +41,7 @@ inline Environment environment() {
     INFLOSS_CUDA_CHECK(cudaDriverGetVersion(&out.driver));
     INFLOSS_CUDA_CHECK(cudaRuntimeGetVersion(&out.runtime));
     out.device = properties.name;
+    out.capability = 10 * properties.major + properties.minor;
     out.multiprocessors = properties.multiProcessorCount;
     out.l2_bytes = properties.l2CacheSize;
     return out;
@@ -99,9 +102,9 @@ inline void print_header(const Environment& env) {
     if (!env.cublas_missing.empty()) std::printf("# no cuBLAS: %s\n", env.cublas_missing.c_str());
     std::printf(
         "# check: the one nearest its tolerance. burst, sustained: us | TFLOP/s | GB/s | x cuBLAS\n"
-        "%-4s %-6s %6s %6s %5s %6s %-4s %-20s %-18s %9s | %-32s | %-32s\n",
-        "pass", "arith", "M", "N", "D", "scale", "norm", "check", "error / allowed", "peak MiB",
-        "burst", "sustained");
+        "%-4s %-6s %-4s %6s %6s %5s %6s %-4s %-20s %-18s %9s | %-32s | %-32s\n",
+        "pass", "arith", "path", "M", "N", "D", "scale", "norm", "check", "error / allowed",
+        "peak MiB", "burst", "sustained");
 }
 
 inline void print_figures(const Figures& f) {
@@ -113,10 +116,11 @@ inline void print_figures(const Figures& f) {
 inline void print_row(const Row& row) {
     const Case& c = row.spec;
     const Check& worst = row.worst();
-    std::printf("%-4s %-6s %6lld %6lld %5lld %6.1f %-4s %-20s %7.1e / %7.1e %9.1f",
-                name_of(row.pass), name_of(c.arithmetic), (long long)c.m, (long long)c.n,
-                (long long)c.dim, c.logit_scale, c.normalised ? "yes" : "no", worst.what.c_str(),
-                worst.error, worst.tolerance, double(row.peak_bytes) / (1 << 20));
+    std::printf("%-4s %-6s %-4s %6lld %6lld %5lld %6.1f %-4s %-20s %7.1e / %7.1e %9.1f",
+                name_of(row.pass), name_of(c.arithmetic), name_of(c.path), (long long)c.m,
+                (long long)c.n, (long long)c.dim, c.logit_scale, c.normalised ? "yes" : "no",
+                worst.what.c_str(), worst.error, worst.tolerance,
+                double(row.peak_bytes) / (1 << 20));
     if (!row.ok()) {
         std::printf(" | WRONG (%s)", c.what.c_str());
     } else if (row.speed) {
@@ -180,6 +184,7 @@ inline std::string to_json(const Row& row) {
         checks.raw(check.what, one.str());
     }
     out.text("pass", name_of(row.pass)).text("arithmetic", name_of(c.arithmetic));
+    out.text("path", name_of(c.path));
     out.number("m", c.m).number("n", c.n).number("dim", c.dim);
     out.number("logit_scale", c.logit_scale).boolean("normalised", c.normalised);
     out.boolean("cols", c.cols).text("what", c.what).number("workspace_limit", c.workspace_limit);

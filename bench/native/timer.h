@@ -80,11 +80,12 @@ inline double burst_us(const Launch& launch) {
 }
 
 inline double sustained_us(const Launch& launch, double guess_us) {
-    const double calls = std::max(1.0, std::round(kWindowUs / std::max(guess_us, 1.0)));
+    const auto calls =
+        static_cast<int>(std::max(1.0, std::round(kWindowUs / std::max(guess_us, 1.0))));
     Event start, stop;
     INFLOSS_CUDA_CHECK(cudaDeviceSynchronize());
     start.record();
-    for (double call = 0; call < calls; ++call) launch();
+    for (int call = 0; call < calls; ++call) launch();
     stop.record();
     return stop.us_since(start) / calls;
 }
