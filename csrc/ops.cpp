@@ -20,8 +20,8 @@ STABLE_TORCH_LIBRARY(infloss, m) {
         "grad(Tensor x, Tensor y, Tensor logit_scale, Tensor? x_inv_norm, Tensor? y_inv_norm, "
         "Tensor? target, SymInt target_offset, SymInt target_stride, Tensor? row_stats, "
         "Tensor? row_weight, Tensor? col_stats, Tensor? col_weight, Tensor target_weight, "
-        "Tensor? centre, bool need_x, bool need_y, bool need_scale, SymInt workspace, str path, "
-        "str precision) -> (Tensor, Tensor, Tensor)");
+        "Tensor? centre, bool need_x, bool need_y, bool need_scale, bool wide, SymInt workspace, "
+        "str path, str precision) -> (Tensor, Tensor, Tensor)");
     // Both return the bytes of workspace that the call needs; without one they do only that.
     m.def(
         "lse_out(Tensor x, Tensor y, Tensor logit_scale, Tensor? x_inv_norm, Tensor? y_inv_norm, "

@@ -168,6 +168,7 @@ def grad(
     need_x: bool,
     need_y: bool,
     need_scale: bool,
+    wide: bool,
     workspace: int,
     *,
     path: str,
@@ -194,13 +195,16 @@ def grad(
             need_x,
             need_y,
             need_scale,
+            wide,
             workspace,
         )
+    x_operand, y_operand = _operand(x, path, precision), _operand(y, path, precision)
+    if wide:  # a gradient has the dtype of its input, and the input may be wider than its operand
+        x, y = x.float(), y.float()
     dim = x.size(1)
     dx = torch.empty((x.size(0) if need_x else 0, dim), dtype=x.dtype, device=x.device)
     dy = torch.empty((y.size(0) if need_y else 0, dim), dtype=y.dtype, device=y.device)
     dscale = torch.empty(() if need_scale else (0,), dtype=torch.float32, device=x.device)
-    x_operand, y_operand = _operand(x, path, precision), _operand(y, path, precision)
     arguments = (
         x_operand,
         y_operand,

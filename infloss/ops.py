@@ -15,6 +15,7 @@ scaled by inverse norms where given) and t(i) = target[i], or offset + i * strid
     dlogit_scale is sum_ij G_ij (<x_i, y_j> - centre). Where G sums to zero, as for every loss of a
     positive against a softmax, a centre changes nothing but the rounding: in a narrow cone of
     features all <x_i, y_j> are near one value, and sum_ij G_ij <x_i, y_j> is all cancellation.
+    ``wide`` gradients come in the statistics' dtype, to be added up over blocks of columns.
 
 ``path`` names the implementation (see paths.py), ``precision`` torch's precision of float32
 products, which compiled kernels follow. Those that end in ``_out`` are the compiled
@@ -132,14 +133,17 @@ def _grad_fake(
     need_x: bool,
     need_y: bool,
     need_scale: bool,
+    wide: bool,
     workspace: int,
     path: str,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    wide_dtype = stats_dtype(x.dtype)
+    dtype = wide_dtype if wide else x.dtype
     return (
-        x.new_empty((x.size(0) if need_x else 0, x.size(1))),
-        y.new_empty((y.size(0) if need_y else 0, y.size(1))),
-        x.new_empty((() if need_scale else (0,)), dtype=stats_dtype(x.dtype)),
+        x.new_empty((x.size(0) if need_x else 0, x.size(1)), dtype=dtype),
+        y.new_empty((y.size(0) if need_y else 0, y.size(1)), dtype=dtype),
+        x.new_empty((() if need_scale else (0,)), dtype=wide_dtype),
     )
 
 
@@ -168,19 +172,24 @@ class PairLosses(NamedTuple):
     col_hardest: Tensor  # [N]
 
 
-def _inverse_norms(x: Tensor) -> Tensor:
+def inverse_norms(x: Tensor) -> Tensor:
+    """1 / ||x_i|| of [M, D], and 0 of rows that are as good as zero: [M]."""
     out = torch.empty(x.size(0), dtype=stats_dtype(x.dtype), device=x.device)
     torch.ops.infloss.inv_norm(x, out)
     return out
 
 
-def _typical_cosine(row_stats: Tensor, logit_scale: Tensor, keys: int) -> Tensor:
-    """Where the <x_i, y_j> lie, read off log(mean_j exp(s_ij)) of the rows; 0 at scale 0."""
-    log_mean = (row_stats[0] + (row_stats[1] / keys).log()).mean()
-    return torch.where(logit_scale == 0, 0.0, log_mean / logit_scale)
+def log_mean_exp(row_stats: Tensor, keys: int) -> Tensor:
+    """log(mean_j exp(s_ij)) of each row: [M]."""
+    return row_stats[0] + (row_stats[1] / keys).log()
 
 
-def _nll(stats: Tensor, positive: Tensor) -> Tensor:
+def typical_cosine(level: Tensor, logit_scale: Tensor) -> Tensor:
+    """Where the <x_i, y_j> lie, read off the rows' mean :func:`log_mean_exp`; 0 at scale 0."""
+    return torch.where(logit_scale == 0, 0.0, level / logit_scale)
+
+
+def nll(stats: Tensor, positive: Tensor) -> Tensor:
     """log-sum-exp minus positive, in the order that never rounds below zero."""
     return (stats[0] - positive) + stats[1].log()
 
@@ -201,8 +210,8 @@ class _PairLosses(torch.autograd.Function):
         path: str,
         precision: str,
     ) -> tuple[Tensor, ...]:
-        x_inv = _inverse_norms(x) if normalize else None
-        y_inv = _inverse_norms(y) if normalize else None
+        x_inv = inverse_norms(x) if normalize else None
+        y_inv = inverse_norms(y) if normalize else None
         row_stats, col_stats, positive, row_hardest, col_hardest = torch.ops.infloss.lse(
             x,
             y,
@@ -219,8 +228,8 @@ class _PairLosses(torch.autograd.Function):
             path=path,
             precision=precision,
         )
-        row_nll = _nll(row_stats, positive)
-        col_nll = _nll(col_stats, positive) if cols else positive.new_empty(0)
+        row_nll = nll(row_stats, positive)
+        col_nll = nll(col_stats, positive) if cols else positive.new_empty(0)
         extras = (
             row_stats[0] + row_stats[1].log(),
             col_stats[0] + col_stats[1].log(),
@@ -250,6 +259,9 @@ class _PairLosses(torch.autograd.Function):
         if not weights:
             return (None,) * 11
         need_x, need_y, need_scale = ctx.needs_input_grad[:3]
+        centre = None
+        if need_scale:
+            centre = typical_cosine(log_mean_exp(row_stats, y.size(0)).mean(), logit_scale)
         dx, dy, dscale = torch.ops.infloss.grad(
             x,
             y,
@@ -264,10 +276,11 @@ class _PairLosses(torch.autograd.Function):
             col_stats=col_stats if col_weight is not None else None,
             col_weight=col_weight,
             target_weight=sum(weights[1:], weights[0]),
-            centre=_typical_cosine(row_stats, logit_scale, y.size(0)) if need_scale else None,
+            centre=centre,
             need_x=need_x,
             need_y=need_y,
             need_scale=need_scale,
+            wide=False,
             workspace=ctx.workspace,
             path=ctx.path,
             precision=ctx.precision,

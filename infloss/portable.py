@@ -264,6 +264,7 @@ def grad(
     need_x: bool,
     need_y: bool,
     need_scale: bool,
+    wide: bool,
     workspace: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by recomputing each tile once; see ``infloss::grad`` in ops.py."""
@@ -271,8 +272,9 @@ def grad(
     require_weights(row_weight, col_weight)
     coefficients = Coefficients(sim, row_stats, row_weight, col_stats, col_weight, target_weight)
     dim = x.size(1)
-    dx = torch.empty((x.size(0) if need_x else 0, dim), dtype=x.dtype, device=x.device)
-    dy = torch.empty((y.size(0) if need_y else 0, dim), dtype=y.dtype, device=y.device)
+    dtype = sim.dtype if wide else x.dtype
+    dx = torch.empty((x.size(0) if need_x else 0, dim), dtype=dtype, device=x.device)
+    dy = torch.empty((y.size(0) if need_y else 0, dim), dtype=dtype, device=y.device)
     dy_acc = (dy if dy.dtype == sim.dtype else torch.empty_like(dy, dtype=sim.dtype)).zero_()
     dscale = sim.new(x.size(0))  # sum_j G_ij (<x_i, y_j> - centre) of each row
 

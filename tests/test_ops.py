@@ -9,7 +9,17 @@ from torch import Tensor
 
 import infloss
 from infloss import portable, reference
-from support import FLOATS, LOSSES, Loss, assert_close, features, inverse_norms, normal, one_way
+from support import (
+    FLOATS,
+    LOSSES,
+    Loss,
+    assert_close,
+    assert_same,
+    features,
+    inverse_norms,
+    normal,
+    one_way,
+)
 from support import name as dtype_id
 
 MIB = 1 << 20
@@ -48,6 +58,7 @@ def grad_arguments(
     device: torch.device,
     *,
     needed: tuple[bool, bool, bool] = (True, True, True),
+    wide: bool = False,
     directions: str = "both",
     path: str = "auto",
     **options: Any,
@@ -59,7 +70,7 @@ def grad_arguments(
     rows = (row_stats, weight) if directions in ("both", "rows") else (None, None)
     cols = (col_stats, weight[:n]) if directions in ("both", "cols") else (None, None)
     centre = torch.zeros((), device=device, dtype=row_stats.dtype) if needed[2] else None
-    return (*forward[:8], *rows, *cols, weight, centre, *needed, MIB, path, "highest")
+    return (*forward[:8], *rows, *cols, weight, centre, *needed, wide, MIB, path, "highest")
 
 
 @DTYPES
@@ -92,6 +103,19 @@ def test_opcheck_grad(
 ) -> None:
     arguments = grad_arguments(8, 8, torch.float32, device, needed=needed, directions=directions)
     torch.library.opcheck(OPS.grad, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=dtype_id)
+def test_opcheck_wide_grad(dtype: torch.dtype, device: torch.device) -> None:
+    torch.library.opcheck(OPS.grad, grad_arguments(8, 8, dtype, device, wide=True))
+
+
+@DTYPES
+def test_wide_gradients_are_those_before_rounding(dtype: torch.dtype, device: torch.device) -> None:
+    narrow = OPS.grad(*grad_arguments(9, 9, dtype, device))
+    wide = OPS.grad(*grad_arguments(9, 9, dtype, device, wide=True))
+    assert {out.dtype for out in wide} == {portable.stats_dtype(dtype)}
+    assert_same(narrow[:2], (out.to(dtype) for out in wide[:2]))
 
 
 @pytest.mark.parametrize("options", [{"normalize": False}, {"target": True}], ids=str)
@@ -260,6 +284,7 @@ def test_a_gradient_without_weights_is_refused() -> None:
             need_x=True,
             need_y=True,
             need_scale=False,
+            wide=False,
             workspace=1 << 20,
             path="auto",
             precision="highest",
