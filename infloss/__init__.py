@@ -2,8 +2,10 @@
 
 from infloss.build import build_info
 from infloss.config import set_workspace_limit, use_path, workspace_limit
-from infloss.functional import ContrastiveOutput, InfoNCEOutput, contrastive_loss, info_nce
+from infloss.distributed.all_gather import all_gather
+from infloss.functional import contrastive_loss, info_nce
 from infloss.modules import ContrastiveLoss
+from infloss.outputs import ContrastiveOutput, InfoNCEOutput
 from infloss.version import __version__
 
 __all__ = [
@@ -11,6 +13,7 @@ __all__ = [
     "ContrastiveOutput",
     "InfoNCEOutput",
     "__version__",
+    "all_gather",
     "build_info",
     "contrastive_loss",
     "info_nce",

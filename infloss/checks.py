@@ -30,8 +30,11 @@ def _is_dtensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def features(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a dense floating [B, D] tensor with B, D >= 1."""
+def features(name: str, value: Any, *, shard: bool = False) -> None:
+    """Raise unless ``value`` is a dense floating [B, D] tensor with D >= 1, and B >= 1.
+
+    A ``shard`` of a larger batch may be empty.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     if _is_dtensor(value):
@@ -47,7 +50,7 @@ def features(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected one of {expected}, got {value.dtype}")
     if value.dim() != 2:
         raise ValueError(f"{name}: expected shape [B, D], got {list(value.shape)}")
-    if value.size(0) == 0:
+    if value.size(0) == 0 and not shard:
         raise ValueError(f"{name}: expected at least one row, got shape {list(value.shape)}")
     if value.size(1) == 0:
         raise ValueError(f"{name}: expected at least one feature, got shape {list(value.shape)}")
@@ -65,18 +68,9 @@ def matching(names: tuple[str, str], x: Tensor, y: Tensor, *, same_rows: bool) -
         raise ValueError(f"{names[1]}: expected {x.size(0)} rows as {names[0]}, got {y.size(0)}")
 
 
-def target(value: Any, query: Tensor, key: Tensor) -> None:
-    """Raise unless ``value`` is None or [M] int64 on the queries' device, within [0, N).
-
-    The range is looked at only where that stalls nothing: on a CPU, outside a compiled graph.
-    """
-    keys = key.size(0)
+def _target(value: Any, query: Tensor) -> None:
+    """Raise unless ``value`` is None or [M] int64 on the queries' device."""
     if value is None:
-        if keys % query.size(0) != 0:
-            raise ValueError(
-                f"target: expected an explicit target, or a number of keys that is a multiple of "
-                f"the {query.size(0)} queries; got None with {keys} keys"
-            )
         return
     if not isinstance(value, Tensor):
         raise TypeError(f"target: expected a torch.Tensor or None, got {type(value).__name__}")
@@ -86,10 +80,39 @@ def target(value: Any, query: Tensor, key: Tensor) -> None:
         raise ValueError(f"target: expected shape [{query.size(0)}], got {list(value.shape)}")
     if value.device != query.device:
         raise ValueError(f"target: expected device {query.device}, got {value.device}")
-    if value.device.type == "cpu" and not torch.compiler.is_compiling():
-        low, high = int(value.min()), int(value.max())
-        if low < 0 or high >= keys:
-            raise ValueError(f"target: expected values in [0, {keys}), got {low} .. {high}")
+
+
+def target_range(target: Tensor | None) -> tuple[int, int] | None:
+    """Smallest and largest target, looked at only where that stalls nothing.
+
+    That is on a CPU, outside a compiled graph. None elsewhere, and of no target at all.
+    """
+    if target is None or target.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    return (int(target.min()), int(target.max())) if target.numel() else None
+
+
+def target_within(target: Tensor | None, queries: int, keys: int) -> None:
+    """Raise ValueError unless every query has its key."""
+    if target is None:
+        implicit_target(queries, keys)
+    else:
+        check_range(target_range(target), keys)
+
+
+def implicit_target(queries: int, keys: int) -> None:
+    """Raise ValueError unless the keys can be dealt to the queries evenly."""
+    if keys % queries != 0:
+        raise ValueError(
+            f"target: expected an explicit target, or a number of keys that is a multiple of "
+            f"the {queries} queries; got None with {keys} keys"
+        )
+
+
+def check_range(seen: tuple[int, int] | None, keys: int) -> None:
+    """Raise ValueError unless the targets that were looked at lie in [0, keys)."""
+    if seen is not None and (seen[0] < 0 or seen[1] >= keys):
+        raise ValueError(f"target: expected values in [0, {keys}), got {seen[0]} .. {seen[1]}")
 
 
 def number(name: str, value: Any) -> None:
@@ -121,3 +144,20 @@ def logit_scale(value: Any, device: torch.device) -> None:
         )
     if value.device != device and value.device.type != "cpu":
         raise ValueError(f"logit_scale: expected device {device} or cpu, got {value.device}")
+
+
+def pairs(img: Any, txt: Any, scale: Any, *, shard: bool = False) -> None:
+    """Raise unless these are what ``contrastive_loss`` takes."""
+    features("img", img, shard=shard)
+    features("txt", txt, shard=shard)
+    matching(("img", "txt"), img, txt, same_rows=True)
+    logit_scale(scale, img.device)
+
+
+def queries(query: Any, key: Any, target: Any, scale: Any, *, shard: bool = False) -> None:
+    """Raise unless these are what ``info_nce`` takes; targets' values are not looked at."""
+    features("query", query, shard=shard)
+    features("key", key, shard=shard)
+    matching(("query", "key"), query, key, same_rows=False)
+    _target(target, query)
+    logit_scale(scale, query.device)

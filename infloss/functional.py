@@ -1,82 +1,18 @@
 """The public losses: the user's tensors, checked, promoted and reduced."""
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
 from infloss import checks, config, kernels
+from infloss.distributed import losses as spread
+from infloss.inputs import poison, scale_tensor, to_common_dtype
 from infloss.ops import PairLosses, pair_losses
-from infloss.portable import stats_dtype
+from infloss.options import Options
+from infloss.outputs import ContrastiveOutput, InfoNCEOutput
 from infloss.world import warn_if_world_is_ignored
 
 DEFAULT_LOGIT_SCALE = 1 / 0.07
-# asked once: torch.compile cannot trace the question on every torch
-AUTOCAST_DEVICES = frozenset(
-    kind
-    for kind in ("cpu", "cuda", "hpu", "mps", "mtia", "xpu")
-    if torch.amp.is_autocast_available(kind)
-)
-
-
-class ContrastiveOutput(NamedTuple):
-    """Loss and statistics of one :func:`contrastive_loss` call; all but ``loss`` are detached."""
-
-    loss: Tensor  # [] or, with reduction="none", [B]
-    lse_img: Tensor  # [B]  log-sum-exp over texts of each image's similarities
-    lse_txt: Tensor  # [B]  log-sum-exp over images of each text's similarities
-    positive: Tensor  # [B]  similarity of each pair, logit_scale included
-    accuracy_img: Tensor  # []  share of images whose own text beats every other strictly
-    accuracy_txt: Tensor  # []  share of texts whose own image beats every other strictly
-    strategy: str  # how the batch was spread: "local"
-
-
-class InfoNCEOutput(NamedTuple):
-    """Loss and statistics of one :func:`info_nce` call; all but ``loss`` are detached."""
-
-    loss: Tensor  # [] or, with reduction="none", [M]
-    lse: Tensor  # [M]  log-sum-exp over keys of each query's similarities
-    positive: Tensor  # [M]  similarity of each query and its target
-    accuracy: Tensor  # []  share of queries whose target beats every other key strictly
-    strategy: str  # how the batch was spread: "local"
-
-
-def _check_options(
-    normalize: bool,
-    reduction: str,
-    group: Any,
-    strategy: str,
-    grad_reduction: str,
-    return_stats: bool,
-) -> None:
-    checks.flag("normalize", normalize)
-    checks.one_of("reduction", reduction, checks.REDUCTIONS)
-    checks.one_of("strategy", strategy, checks.STRATEGIES)
-    checks.one_of("grad_reduction", grad_reduction, checks.GRAD_REDUCTIONS)
-    checks.flag("return_stats", return_stats)
-    if group is not None:
-        raise NotImplementedError(
-            f"group: expected None (the loss of this process's own batch), got {group!r}; "
-            "this version does not spread a batch over ranks"
-        )
-    warn_if_world_is_ignored()
-
-
-def _to_common_dtype(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Promote both sides; under autocast to its dtype, as torch.mm would (float64 stays)."""
-    dtype = torch.promote_types(x.dtype, y.dtype)
-    kind = x.device.type
-    if dtype != torch.float64 and kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    return x.to(dtype), y.to(dtype)
-
-
-def _scale_tensor(logit_scale: float | Tensor, x: Tensor) -> Tensor:
-    """logit_scale as a [] tensor in the statistics' dtype on the features' device."""
-    dtype = stats_dtype(x.dtype)
-    if isinstance(logit_scale, Tensor):
-        return logit_scale.reshape(()).to(device=x.device, dtype=dtype)
-    return torch.full((), logit_scale, dtype=dtype, device=x.device)
 
 
 def _reduce(losses: Tensor, reduction: str) -> Tensor:
@@ -100,6 +36,7 @@ def contrastive_loss(
     group: Any = ...,
     strategy: str = ...,
     grad_reduction: str = ...,
+    assume_even: bool = ...,
     return_stats: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -113,6 +50,7 @@ def contrastive_loss(
     group: Any = ...,
     strategy: str = ...,
     grad_reduction: str = ...,
+    assume_even: bool = ...,
     return_stats: Literal[True],
 ) -> ContrastiveOutput: ...
 @overload
@@ -126,6 +64,7 @@ def contrastive_loss(
     group: Any = ...,
     strategy: str = ...,
     grad_reduction: str = ...,
+    assume_even: bool = ...,
     return_stats: bool,
 ) -> Tensor | ContrastiveOutput: ...
 def contrastive_loss(
@@ -138,6 +77,7 @@ def contrastive_loss(
     group: Any = None,
     strategy: str = "auto",
     grad_reduction: str = "mean",
+    assume_even: bool = False,
     return_stats: bool = False,
 ) -> Tensor | ContrastiveOutput:
     """Symmetric contrastive (CLIP) loss over all pairs of a batch, without the B x B matrix.
@@ -161,32 +101,46 @@ def contrastive_loss(
             with norm <= 1e-12 has similarity 0 to all and zero gradient; norms stay below 1e19
             (1e154 for float64), beyond which their squares overflow.
         reduction: "mean", "sum", or "none" (one value a pair).
-        group: None; the loss of this process's own batch.
-        strategy: "auto", "ring" or "gather": how a group's batch is spread.
-        grad_reduction: "mean" or "sum": what the trainer does with gradients over ranks.
+        group: None: the loss of this process's own batch. A ProcessGroup, or a DeviceMesh of one
+            or two dimensions (nodes by ranks): each rank passes its shard of the batch, any number
+            of pairs, and gets the loss of the whole batch; with reduction "none" that of its own
+            pairs against the whole batch. All ranks call, forward and backward.
+        strategy: how a group's batch is spread. "ring": one side's features travel in sub-blocks,
+            memory O(b D) for a shard of b pairs. "gather": one all-gather and one reduce-scatter,
+            memory O(B D) for the whole batch. "auto": "gather" where what it gathers fits the
+            workspace limit, else "ring". docs/scaling.md has the costs.
+        grad_reduction: what the trainer does with gradients over the ranks: "mean" (DDP, FSDP) or
+            "sum". After that every gradient, logit_scale's included, is that of one process with
+            the whole batch. With reduction "none", rank r's gradient is that of the sum over ranks
+            q of what q makes of its own losses, times the number of ranks under "mean".
+        assume_even: the ranks promise that they agree in everything, the shards' sizes included.
+            Then no headers are exchanged, and a broken promise may hang or go unnoticed.
         return_stats: return a :class:`ContrastiveOutput`, from the same pass over the tiles.
 
     Returns:
         The loss, [] or [B] with reduction "none"; or a :class:`ContrastiveOutput`.
 
     Raises:
-        TypeError, ValueError: before anything runs, naming argument, got and expected.
-        NotImplementedError: ``group`` is not None; in backward, for a second derivative.
+        TypeError, ValueError: before anything runs, naming argument, got and expected. In a group
+            all ranks raise the same ValueError if one is wrong or they disagree.
+        NotImplementedError: in backward, for a second derivative.
+        RuntimeError: a rank of the group has stopped; within the group's timeout.
 
     Warns:
         UserWarning: once, if torch.distributed runs several ranks and ``group`` is None.
     """
-    checks.features("img", img)
-    checks.features("txt", txt)
-    checks.matching(("img", "txt"), img, txt, same_rows=True)
-    checks.logit_scale(logit_scale, img.device)
-    _check_options(normalize, reduction, group, strategy, grad_reduction, return_stats)
+    options = Options(normalize, reduction, strategy, grad_reduction, assume_even, return_stats)
+    if group is not None:
+        return spread.contrastive_loss(img, txt, logit_scale, group, options)
+    checks.pairs(img, txt, logit_scale)
+    options.check()
+    warn_if_world_is_ignored()
 
-    x, y = _to_common_dtype(img, txt)
+    x, y = to_common_dtype(img, txt)
     out = pair_losses(
         x,
         y,
-        _scale_tensor(logit_scale, x),
+        scale_tensor(logit_scale, x),
         normalize=normalize,
         cols=True,
         hardest=return_stats,
@@ -222,6 +176,7 @@ def info_nce(
     group: Any = ...,
     strategy: str = ...,
     grad_reduction: str = ...,
+    assume_even: bool = ...,
     return_stats: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -236,6 +191,7 @@ def info_nce(
     group: Any = ...,
     strategy: str = ...,
     grad_reduction: str = ...,
+    assume_even: bool = ...,
     return_stats: Literal[True],
 ) -> InfoNCEOutput: ...
 @overload
@@ -250,6 +206,7 @@ def info_nce(
     group: Any = ...,
     strategy: str = ...,
     grad_reduction: str = ...,
+    assume_even: bool = ...,
     return_stats: bool,
 ) -> Tensor | InfoNCEOutput: ...
 def info_nce(
@@ -263,6 +220,7 @@ def info_nce(
     group: Any = None,
     strategy: str = "auto",
     grad_reduction: str = "mean",
+    assume_even: bool = False,
     return_stats: bool = False,
 ) -> Tensor | InfoNCEOutput:
     """One-directional InfoNCE loss of queries against keys, without the M x N matrix.
@@ -279,29 +237,31 @@ def info_nce(
             A target outside [0, N) is a ValueError on a CPU; on a GPU, and inside a compiled
             graph, where looking at it would stall the device, it makes that query's loss and
             the gradients NaN.
-        logit_scale, normalize, reduction, group, strategy, grad_reduction: as in
+        logit_scale, normalize, reduction, strategy, grad_reduction, assume_even: as in
             :func:`contrastive_loss`.
+        group: as there; M and N may differ from rank to rank, and ``target`` counts the keys of
+            all ranks in their order. Without one, the M and N of all ranks together count.
         return_stats: return an :class:`InfoNCEOutput`, from the same pass over the tiles.
 
     Returns:
         The loss, [] or [M] with reduction "none"; or an :class:`InfoNCEOutput`.
 
     Raises:
-        TypeError, ValueError: before anything runs, naming argument, got and expected.
-        NotImplementedError: ``group`` is not None; in backward, for a second derivative.
+        TypeError, ValueError, NotImplementedError, RuntimeError: as there.
     """
-    checks.features("query", query)
-    checks.features("key", key)
-    checks.matching(("query", "key"), query, key, same_rows=False)
-    checks.target(target, query, key)
-    checks.logit_scale(logit_scale, query.device)
-    _check_options(normalize, reduction, group, strategy, grad_reduction, return_stats)
+    options = Options(normalize, reduction, strategy, grad_reduction, assume_even, return_stats)
+    if group is not None:
+        return spread.info_nce(query, key, target, logit_scale, group, options)
+    checks.queries(query, key, target, logit_scale)
+    checks.target_within(target, query.size(0), key.size(0))
+    options.check()
+    warn_if_world_is_ignored()
 
-    x, y = _to_common_dtype(query, key)
+    x, y = to_common_dtype(query, key)
     out = pair_losses(
         x,
         y,
-        _scale_tensor(logit_scale, x),
+        scale_tensor(logit_scale, x),
         target=target,
         target_stride=key.size(0) // query.size(0),
         normalize=normalize,
@@ -310,18 +270,8 @@ def info_nce(
         path=config.requested_path(),
         precision=kernels.float32_precision(),
     )
-    losses = out.row_nll if target is None else _poison(out.row_nll, target, key.size(0))
-    loss = _reduce(losses, reduction)
+    loss = _reduce(poison(out.row_nll, target, key.size(0)), reduction)
     if not return_stats:
         return loss
     accuracy = _accuracy(out.positive, out.row_hardest)
     return InfoNCEOutput(loss, out.row_lse, out.positive, accuracy, strategy="local")
-
-
-def _poison(losses: Tensor, target: Tensor, keys: int) -> Tensor:
-    """Make value and gradient of a row NaN whose target is no key."""
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
-        return losses
-    valid = (target >= 0) & (target < keys)
-    # a factor, not a choice: it must reach the gradient too
-    return losses * torch.where(valid, 1.0, torch.nan).to(losses.dtype)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from infloss import checks
-from infloss.functional import DEFAULT_LOGIT_SCALE, ContrastiveOutput, contrastive_loss
+from infloss.functional import DEFAULT_LOGIT_SCALE, contrastive_loss
+from infloss.outputs import ContrastiveOutput
 
 
 class ContrastiveLoss(nn.Module):
@@ -21,7 +22,8 @@ class ContrastiveLoss(nn.Module):
         max_logit_scale: upper bound. While training, the parameter itself is brought back to the
             bound before it is used (Radford et al. 2021 use 100), so that its gradient stays true
             and it can come down again; in evaluation the scale is used as it is. None: no bound.
-        normalize, reduction, group, strategy, grad_reduction: see :func:`contrastive_loss`.
+        normalize, reduction, group, strategy, grad_reduction, assume_even: see
+            :func:`contrastive_loss`.
 
     Raises:
         TypeError: a scale that is no number, a flag that is no bool.
@@ -42,6 +44,7 @@ class ContrastiveLoss(nn.Module):
         group: Any = None,
         strategy: str = "auto",
         grad_reduction: str = "mean",
+        assume_even: bool = False,
     ) -> None:
         super().__init__()
         checks.number("logit_scale", logit_scale)
@@ -59,6 +62,7 @@ class ContrastiveLoss(nn.Module):
         checks.one_of("reduction", reduction, checks.REDUCTIONS)
         checks.one_of("strategy", strategy, checks.STRATEGIES)
         checks.one_of("grad_reduction", grad_reduction, checks.GRAD_REDUCTIONS)
+        checks.flag("assume_even", assume_even)
         log_scale = torch.tensor(math.log(logit_scale), dtype=torch.float32)
         if learnable:
             self.log_logit_scale = nn.Parameter(log_scale)
@@ -71,6 +75,7 @@ class ContrastiveLoss(nn.Module):
         self.group = group
         self.strategy = strategy
         self.grad_reduction = grad_reduction
+        self.assume_even = assume_even
 
     @property
     def logit_scale(self) -> Tensor:
@@ -93,6 +98,7 @@ class ContrastiveLoss(nn.Module):
             group=self.group,
             strategy=self.strategy,
             grad_reduction=self.grad_reduction,
+            assume_even=self.assume_even,
             return_stats=return_stats,
         )
 

@@ -24,5 +24,5 @@ def warn_if_world_is_ignored() -> None:
             f"infloss: group is None in a world of {world} ranks, so every rank uses only its own "
             "batch as negatives",
             UserWarning,
-            stacklevel=4,
+            stacklevel=3,
         )

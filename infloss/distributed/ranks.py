@@ -1,0 +1,111 @@
+"""Who shares a batch: the ranks of a process group, or of a mesh of nodes by ranks."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Place = tuple[int, ...]  # a rank's index in each level
+
+
+@dataclass(frozen=True)
+class Level:
+    """One process group: this rank's place in it and its size."""
+
+    group: Any
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among those that share a batch, and the groups that span them.
+
+    The last level is the innermost: ranks are counted along it first, as in a DeviceMesh.
+    """
+
+    levels: tuple[Level, ...]
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for level in self.levels:
+            size *= level.size
+        return size
+
+    @property
+    def place(self) -> Place:
+        return tuple(level.rank for level in self.levels)
+
+    @property
+    def rank(self) -> int:
+        return self.rank_of(self.place)
+
+    def rank_of(self, place: Place) -> int:
+        """Rank of the process at that place."""
+        rank = 0
+        for index, level in zip(place, self.levels, strict=True):
+            rank = rank * level.size + index
+        return rank
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The contiguous ``tensor`` of every rank, in their order: [W, *shape]. One shape."""
+        # all_gather_single is the later name; torch releases that have it warn about the other
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        shape = tensor.shape
+        for level in reversed(self.levels):
+            if level.size > 1:
+                out = tensor.new_empty((level.size * tensor.numel(),))
+                all_gather(out, tensor.reshape(-1), group=level.group)
+                tensor = out
+        return tensor.reshape(self.size, *shape)
+
+
+def of_group(group: Any) -> Ranks:
+    """The ranks of a ``group`` argument.
+
+    Raises:
+        TypeError: it is neither a ProcessGroup nor a DeviceMesh.
+        ValueError: this process is not part of it, or torch.distributed is not initialised.
+    """
+    groups = _groups(group)
+    for one in groups:
+        if dist.get_rank(one) < 0:
+            raise ValueError(
+                "group: expected a group that this process is part of, got one that rank "
+                f"{dist.get_rank()} of the world is not in"
+            )
+    return Ranks(tuple(Level(one, dist.get_rank(one), dist.get_world_size(one)) for one in groups))
+
+
+def _groups(group: Any) -> tuple[Any, ...]:
+    """The process groups behind the argument, outermost first."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"group: expected None where torch.distributed is not initialised, got {group!r}"
+        )
+    if isinstance(group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))):
+        return (group,)
+    mesh = sys.modules.get("torch.distributed.device_mesh")
+    if mesh is not None and isinstance(group, mesh.DeviceMesh):
+        if group.get_coordinate() is None:
+            return (dist.GroupMember.NON_GROUP_MEMBER,)
+        return tuple(group.get_group(dim) for dim in range(group.ndim))
+    raise TypeError(
+        f"group: expected None, a ProcessGroup or a DeviceMesh, got {type(group).__name__}"
+    )
+
+
+def check_device(ranks: Ranks, device: torch.device) -> None:
+    """Raise ValueError unless the groups can move tensors of that device."""
+    for level in ranks.levels:
+        config = dist.get_backend_config(level.group)  # "cpu:gloo,cuda:nccl"
+        kinds = [part.split(":")[0] for part in config.split(",")]
+        if device.type not in kinds:
+            raise ValueError(
+                f"group: expected a group for {device.type} tensors, "
+                f"got one of backend {dist.get_backend(level.group)!r} for {', '.join(kinds)}"
+            )

@@ -1,0 +1,307 @@
+"""Ranks that disagree, ask for what cannot be, or die: an error on every rank, and soon."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import infloss
+from infloss.distributed import losses
+from support import normal
+from world import RankError, World
+
+SOON = 10.0  # seconds, half of what the groups' own timeout would take
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = World(4)
+    yield world
+    world.close()
+
+
+def call(group: Any, options: dict[int, dict[str, Any]], backward: bool = False) -> float:
+    """A valid loss of this rank's shard, but for what ``options`` say of this rank."""
+    rank = dist.get_rank(group)
+    arguments: dict[str, Any] = {
+        "img": normal(4, 3, seed=rank),
+        "txt": normal(4, 3, seed=9 + rank),
+        "logit_scale": 3.0,
+        "strategy": "ring",
+        **options.get(rank, {}),
+    }
+    loss: Any = infloss.contrastive_loss
+    if "target" in arguments:
+        loss = infloss.info_nce
+        arguments["query"], arguments["key"] = arguments.pop("img"), arguments.pop("txt")
+    return float(loss(**arguments, group=group).sum())
+
+
+def assert_all_raise(
+    world: World, kind: str, message: str, job: Callable[..., Any], *args: Any, ranks: int = 3
+) -> None:
+    """The same error on every rank within seconds, after which the ranks still work together."""
+    start = time.monotonic()
+    outcomes = world.outcomes(job, range(ranks), *args)
+    assert time.monotonic() - start < SOON
+    assert [type(outcome) for outcome in outcomes] == [RankError] * ranks, outcomes
+    assert {(outcome.kind, outcome.message) for outcome in outcomes} == {(kind, message)}
+    after = world.run(call, ranks, {})
+    assert after == [after[0]] * ranks
+
+
+SAME = "expected the same on every rank of the group, got"
+DISAGREEMENTS = {
+    "features a row": (
+        {1: {"img": torch.ones(4, 5), "txt": torch.ones(4, 5)}},
+        f"features a row: {SAME} 3 on ranks 0, 2; 5 on rank 1",
+    ),
+    "dtype": (
+        {2: {"img": torch.ones(4, 3).double(), "txt": torch.ones(4, 3).double()}},
+        f"dtype: {SAME} float32 on ranks 0, 1; float64 on rank 2",
+    ),
+    "strategy": (
+        {0: {"strategy": "gather"}},
+        f"strategy: {SAME} gather on rank 0; ring on ranks 1, 2",
+    ),
+    "reduction": (
+        {1: {"reduction": "sum"}},
+        f"reduction: {SAME} mean on ranks 0, 2; sum on rank 1",
+    ),
+    "grad_reduction": (
+        {1: {"grad_reduction": "sum"}},
+        f"grad_reduction: {SAME} mean on ranks 0, 2; sum on rank 1",
+    ),
+    "normalize": (
+        {1: {"normalize": False}},
+        f"normalize: {SAME} True on ranks 0, 2; False on rank 1",
+    ),
+    "return_stats": (
+        {1: {"return_stats": True, "reduction": "none"}, 0: {"reduction": "none"}},
+        f"reduction: {SAME} none on ranks 0, 1; mean on rank 2",
+    ),
+    "direction": (
+        {0: {"target": None}, 2: {"target": None}},
+        f"loss: {SAME} info_nce on ranks 0, 2; contrastive_loss on rank 1",
+    ),
+    "logit_scale": (
+        {1: {"logit_scale": 4.0}},
+        f"logit_scale: {SAME} 3.0 on ranks 0, 2; 4.0 on rank 1",
+    ),
+    "learned sides": (
+        {1: {"img": torch.ones(4, 3, requires_grad=True)}},
+        f"requires_grad: {SAME} [False, False, False] on ranks 0, 2; "
+        "[True, False, False] on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_a_disagreement_is_the_same_error_everywhere(world: World, what: str) -> None:
+    options, message = DISAGREEMENTS[what]
+    assert_all_raise(world, "ValueError", message, call, options)
+
+
+REFUSALS = {
+    "shape": ({1: {"txt": torch.ones(5, 3)}}, "rank 1: txt: expected 4 rows as img, got 5"),
+    "type": ({0: {"img": [1.0]}}, "rank 0: img: expected a torch.Tensor, got list"),
+    "option": (
+        {2: {"reduction": "avg"}},
+        "rank 2: reduction: expected one of ('mean', 'sum', 'none'), got 'avg'",
+    ),
+    "two ranks": (
+        {0: {"normalize": 1}, 2: {"logit_scale": "1"}},
+        "rank 0: normalize: expected a bool, got int; "
+        "rank 2: logit_scale: expected a float or a floating tensor, got str",
+    ),
+    "no DTensor, but the wrong dtype": (
+        {1: {"img": torch.ones(4, 3, dtype=torch.int32)}},
+        "rank 1: img: expected one of torch.float16, torch.bfloat16, torch.float32, torch.float64, "
+        "got torch.int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_bad_input_on_one_rank_stops_all(world: World, what: str) -> None:
+    options, message = REFUSALS[what]
+    assert_all_raise(world, "ValueError", f"group: refused on {message}", call, options)
+
+
+def everyone(options: dict[str, Any], ranks: int = 3) -> dict[int, dict[str, Any]]:
+    return dict.fromkeys(range(ranks), options)
+
+
+def test_a_batch_of_nothing(world: World) -> None:
+    nothing = everyone({"img": torch.ones(0, 3), "txt": torch.ones(0, 3)})
+    message = (
+        "group: expected a batch with at least one row on each side, got 0 x 0 over all 3 ranks"
+    )
+    assert_all_raise(world, "ValueError", message, call, nothing)
+
+
+def test_a_target_out_of_range_on_one_rank(world: World) -> None:
+    options = everyone({"target": torch.tensor([0, 1, 2, 11])})
+    options[1] = {"target": torch.tensor([0, 1, 12, 2])}
+    message = "target: expected values in [0, 12), got 0 .. 12"
+    assert_all_raise(world, "ValueError", message, call, options)
+
+
+def test_targets_of_some_ranks_only(world: World) -> None:
+    options = everyone({"target": None})
+    options[1] = {"target": torch.arange(4)}
+    message = f"target: {SAME} None on ranks 0, 2; explicit on rank 1"
+    assert_all_raise(world, "ValueError", message, call, options)
+
+
+def test_keys_that_cannot_be_dealt_evenly(world: World) -> None:
+    options = everyone({"target": None, "txt": torch.ones(5, 3)})
+    message = (
+        "target: expected an explicit target, or a number of keys that is a multiple of "
+        "the 12 queries; got None with 15 keys"
+    )
+    assert_all_raise(world, "ValueError", message, call, options)
+
+
+def one_call_too_many(group: Any) -> None:
+    x = normal(4, 3).requires_grad_()
+    loss = infloss.contrastive_loss(x, x.detach(), group=group)
+    if dist.get_rank(group) == 0:
+        infloss.contrastive_loss(x, x.detach(), group=group)
+    loss.backward()
+
+
+def test_one_call_too_many(world: World) -> None:
+    """Rank 0 makes a second forward pass while the others go backward."""
+    start = time.monotonic()
+    outcomes = world.outcomes(one_call_too_many, range(3))
+    assert time.monotonic() - start < SOON
+    (message,) = {outcome.message for outcome in outcomes}
+    assert message.startswith("call: expected the same on every rank of the group, got ")
+
+
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    return dist.device_mesh.init_device_mesh("cpu", shape)
+
+
+def call_with(group: Any, wrong: str) -> None:
+    x = normal(4, 3)
+    options: dict[str, Any] = {"group": group}
+    if wrong == "type":
+        options["group"] = "world"
+    elif wrong == "assume_even":
+        options["assume_even"] = 1
+    elif wrong == "gather on a mesh":
+        options.update(group=mesh_of((2, 2)), strategy="gather")
+    elif wrong == "device":
+        x = x.to("meta")
+    infloss.contrastive_loss(x, x, **options)
+
+
+WRONG_GROUPS = {
+    "type": ("TypeError", "group: expected None, a ProcessGroup or a DeviceMesh, got str"),
+    "assume_even": ("TypeError", "assume_even: expected a bool, got int"),
+    "gather on a mesh": (
+        "ValueError",
+        "group: refused on "
+        + "; ".join(
+            f"rank {rank}: strategy: expected 'ring' or 'auto' on a mesh of 2 dimensions, "
+            "got 'gather', which needs one group"
+            for rank in range(4)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_GROUPS)
+def test_what_is_no_group_for_this(world: World, wrong: str) -> None:
+    kind, message = WRONG_GROUPS[wrong]
+    assert_all_raise(world, kind, message, call_with, wrong, ranks=4)
+
+
+def call_with_foreign_group(group: Any) -> None:
+    foreign = dist.new_group([0, 2])
+    x = normal(4, 3)
+    if dist.get_rank() in (0, 2):
+        infloss.contrastive_loss(x, x, group=foreign)
+    else:
+        infloss.contrastive_loss(x, x, group=foreign)
+
+
+def test_a_group_that_this_rank_is_not_in(world: World) -> None:
+    outcomes = world.outcomes(call_with_foreign_group, range(4))
+    assert outcomes[0] is None
+    assert outcomes[2] is None
+    for rank in (1, 3):
+        assert outcomes[rank].kind == "ValueError"
+        assert outcomes[rank].message == (
+            "group: expected a group that this process is part of, got one that rank "
+            f"{rank} of the world is not in"
+        )
+
+
+def test_a_group_without_a_world() -> None:
+    x = normal(4, 3)
+    with pytest.raises(ValueError, match=r"^group: expected None where torch.distributed is not"):
+        infloss.contrastive_loss(x, x, group=object())
+
+
+def check_device_of(group: Any, kinds: str) -> None:
+    """What is said of a group whose backend moves tensors of other devices."""
+    with mock.patch.object(dist, "get_backend_config", return_value=kinds):
+        call(group, {})
+
+
+def test_tensors_that_the_group_cannot_move(world: World) -> None:
+    message = "group: refused on " + "; ".join(
+        f"rank {rank}: group: expected a group for cpu tensors, got one of backend 'gloo' for cuda"
+        for rank in range(3)
+    )
+    assert_all_raise(world, "ValueError", message, check_device_of, "cuda:nccl")
+
+
+def die(group: Any, when: str, strategy: str) -> float:
+    """Rank 1 ends before its header, or where its first exchange would start, or in backward."""
+    dying = dist.get_rank(group) == 1
+    if dying and when == "before":
+        os._exit(1)
+    x, y = normal(4, 3).requires_grad_(), normal(4, 3, seed=1)
+    if dying and when == "in the exchange":
+        losses.pair_losses = _exit
+    loss: Tensor = infloss.contrastive_loss(x, y, group=group, strategy=strategy)
+    if dying:
+        os._exit(1)
+    loss.backward()
+    return loss.item()
+
+
+def _exit(*args: Any) -> None:
+    os._exit(1)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+@pytest.mark.parametrize("when", ["before", "in the exchange", "before backward"])
+def test_a_rank_that_dies(when: str, strategy: str) -> None:
+    """The others get an exception within the group's timeout."""
+    timeout = 4.0
+    world = World(3, timeout)
+    try:
+        world.run(call, 3, {})
+        start = time.monotonic()
+        outcomes = world.outcomes(die, range(3), when, strategy)
+        assert time.monotonic() - start < 2 * timeout + SOON
+        assert outcomes[1] is None
+        for rank in (0, 2):
+            assert outcomes[rank].kind == "RuntimeError"
+            if when == "in the exchange" and strategy == "ring":
+                assert "of 3 failed; has one of them stopped?" in outcomes[rank].message
+    finally:
+        world.close()
