@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ranks import Rows
+
 FIELDS = ("images", "emoji", "concept", "languages", "names", "keywords")
 # The six languages of the data that share an alphabet, hence n-grams. English leads.
 LANGUAGES = ("en", "es", "fr", "de", "pt", "it")
@@ -134,29 +136,32 @@ def ngrams(phrase: str) -> tuple[int, ...]:
 def hash_captions(captions: Sequence[Sequence[str]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Captions as an EmbeddingBag wants them: buckets [total] and offsets [B], both int64."""
     bags = [[bucket for phrase in caption for bucket in ngrams(phrase)] for caption in captions]
-    offsets = np.cumsum([0, *(len(bag) for bag in bags[:-1])])
+    offsets = np.cumsum([0, *(len(bag) for bag in bags)])[:-1]
     flat = np.fromiter((bucket for bag in bags for bucket in bag), dtype=np.int64)
     return torch.from_numpy(flat).to(device), torch.from_numpy(offsets).to(device)
 
 
 def pictures(data: EmojiData, indices: np.ndarray) -> Tensor:
-    """The pictures of the given emoji, [n, 3, 32, 32] float32 in [-1, 1], white being 1."""
+    """The given emoji, [n, 3, 32, 32] of torch's default dtype in [-1, 1], white being 1."""
     chosen = torch.from_numpy(indices).to(data.images.device)
-    return data.images[chosen].float() / 127.5 - 1
+    return data.images[chosen].to(torch.get_default_dtype()) / 127.5 - 1
 
 
-def augment(images: Tensor) -> Tensor:
-    """Shift by up to ``SHIFT`` pixels and vary contrast and brightness; [B, 3, H, W] in [-1, 1].
+def augment(images: Tensor, rows: Rows) -> Tensor:
+    """Shift by up to ``SHIFT`` pixels and vary contrast and brightness; [n, 3, H, W] in [-1, 1].
 
     No mirroring: it would turn a left arrow into a right one. Hue stays: names speak of it.
+    Drawn for the whole batch, of which ``images`` are the given rows.
     """
     count, _, height, width = images.shape
     device = images.device
+    own = torch.from_numpy(rows.own).to(device)
     padded = F.pad(images, (SHIFT,) * 4, value=1.0).permute(0, 2, 3, 1)
-    top, left = torch.randint(0, 2 * SHIFT + 1, (2, count, 1), device=device)
-    rows = (top + torch.arange(height, device=device))[:, :, None]
-    columns = (left + torch.arange(width, device=device))[:, None, :]
-    shifted = padded[torch.arange(count, device=device)[:, None, None], rows, columns]
-    contrast, brightness = torch.empty(2, count, 1, 1, 1, device=device).uniform_(-1, 1)
+    top, left = torch.randint(0, 2 * SHIFT + 1, (2, rows.total, 1), device=device)[:, own]
+    down = (top + torch.arange(height, device=device))[:, :, None]
+    across = (left + torch.arange(width, device=device))[:, None, :]
+    shifted = padded[torch.arange(count, device=device)[:, None, None], down, across]
+    drawn = torch.empty(2, rows.total, 1, 1, 1, device=device).uniform_(-1, 1)
+    contrast, brightness = drawn[:, own]
     varied = shifted.permute(0, 3, 1, 2) * (1 + CONTRAST * contrast) + BRIGHTNESS * brightness
     return varied.clamp(-1, 1)

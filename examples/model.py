@@ -1,10 +1,14 @@
 """Two small towers: a residual CNN for pictures and a bag of hashed n-grams for texts."""
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from emoji_data import BUCKETS
+from ranks import BatchNorm2d, Dropout, Rows
 
 DIM = 128
 WIDTH = 32
@@ -21,10 +25,10 @@ class Residual(nn.Module):
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
+            BatchNorm2d(channels),
             nn.ReLU(),
             nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            nn.BatchNorm2d(channels),
+            BatchNorm2d(channels),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,7 +39,7 @@ def downsample(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
     """[B, inputs, H, W] -> [B, outputs, H/2, W/2]."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel, stride=2, padding=kernel // 2 - 1, bias=False),
-        nn.BatchNorm2d(outputs),
+        BatchNorm2d(outputs),
         nn.ReLU(),
     )
 
@@ -54,22 +58,26 @@ class ImageTower(nn.Module):
             Residual(4 * WIDTH),
         )
         cells = (32 // 8) ** 2
-        self.placed = nn.Sequential(
-            nn.Flatten(), nn.Dropout(DROPOUT), nn.Linear(4 * WIDTH * cells, DIM)
-        )
+        self.dropout = Dropout(DROPOUT)
+        self.placed = nn.Linear(4 * WIDTH * cells, DIM)
         self.pooled = nn.Linear(4 * WIDTH, DIM)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, rows: Rows | None = None) -> Tensor:
         features = self.trunk(images)
-        return self.placed(features) + self.pooled(features.mean((2, 3)))
+        placed = self.placed(self.dropout(features.flatten(1), rows))
+        return placed + self.pooled(features.mean((2, 3)))
 
-    def forward_in_chunks(self, images: Tensor, size: int) -> Tensor:
-        """The same in chunks of ``size`` whose activations backward computes again.
+    def forward_in_chunks(self, images: Tensor, chunks: Sequence[Rows]) -> Tensor:
+        """The same chunk by chunk; backward computes their activations again.
 
         Memory is that of one chunk. Batch norm sees each chunk by itself.
         """
-        chunks = [checkpoint(self, chunk, use_reentrant=False) for chunk in images.split(size)]
-        return torch.cat(chunks)
+        parts = images.split([len(rows.own) for rows in chunks])
+        outputs = [
+            checkpoint(self, part, rows, use_reentrant=False)
+            for part, rows in zip(parts, chunks, strict=True)
+        ]
+        return torch.cat(outputs)
 
 
 class TextTower(nn.Module):
@@ -79,17 +87,14 @@ class TextTower(nn.Module):
         super().__init__()
         self.embedding = nn.EmbeddingBag(BUCKETS, TEXT_WIDTH, mode="mean")
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
-        self.head = nn.Sequential(
-            nn.LayerNorm(TEXT_WIDTH),
-            nn.Dropout(TEXT_DROPOUT),
-            nn.Linear(TEXT_WIDTH, 2 * TEXT_WIDTH),
-            nn.GELU(),
-            nn.Dropout(TEXT_DROPOUT),
-            nn.Linear(2 * TEXT_WIDTH, DIM),
-        )
+        self.norm = nn.LayerNorm(TEXT_WIDTH)
+        self.dropout = Dropout(TEXT_DROPOUT)
+        self.hidden = nn.Linear(TEXT_WIDTH, 2 * TEXT_WIDTH)
+        self.output = nn.Linear(2 * TEXT_WIDTH, DIM)
 
-    def forward(self, buckets: Tensor, offsets: Tensor) -> Tensor:
-        return self.head(self.embedding(buckets, offsets))
+    def forward(self, buckets: Tensor, offsets: Tensor, rows: Rows | None = None) -> Tensor:
+        words = self.dropout(self.norm(self.embedding(buckets, offsets)), rows)
+        return self.output(self.dropout(F.gelu(self.hidden(words)), rows))
 
 
 class TwoTower(nn.Module):

@@ -2,6 +2,7 @@
 
     python train_emoji.py                # two to three minutes on two CPU cores
     python train_emoji.py --full-batch   # every (emoji, language) pair in one batch
+    torchrun --nproc-per-node 2 train_emoji.py    # each batch shared by two processes or GPUs
 
 prints held-out recall before and after and writes a picture with the numbers as JSON beside it.
 """
@@ -11,22 +12,24 @@ import json
 import math
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import emoji_data
 import evaluation
 import infloss
 import plot
+import ranks
 from emoji_data import LANGUAGES, EmojiData, Split
 from evaluation import History
 from model import TwoTower
+from ranks import Rows, World
 
 HERE = Path(__file__).resolve().parent
 EPOCHS, FULL_BATCH_EPOCHS = 100, 24
@@ -87,17 +90,28 @@ def epochs(
             yield sampled_epoch(data, variants, args.batch_size, rng)
 
 
-def encode(model: TwoTower, data: EmojiData, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Features of a batch's pictures and captions, both [n * copies, DIM]."""
-    pictures = emoji_data.augment(emoji_data.pictures(data, batch.emoji))
-    txt = model.text(*emoji_data.hash_captions(batch.captions, pictures.device))
-    if batch.copies == 1:
-        return model.image(pictures), txt
-    img = model.image.forward_in_chunks(pictures, CHUNK)
-    return img.repeat_interleave(batch.copies, dim=0), txt
+class Objective(nn.Module):
+    """The towers and the loss with its scale: every parameter, and one forward that uses them."""
+
+    def __init__(self, model: TwoTower, loss: infloss.ContrastiveLoss) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(
+        self, pictures: Tensor, captions: tuple[Tensor, Tensor], chunks: Sequence[Rows], copies: int
+    ) -> infloss.ContrastiveOutput:
+        """Loss of the whole batch, of which ``pictures`` and ``captions`` are this rank's share."""
+        rows = ranks.join(chunks)
+        txt = self.model.text(*captions, rows.repeat_interleave(copies))
+        if copies == 1:
+            img = self.model.image(pictures, rows)
+        else:
+            img = self.model.image.forward_in_chunks(pictures, chunks)
+            img = img.repeat_interleave(copies, dim=0)
+        return self.loss(img, txt, return_stats=True)
 
 
-def in_batch_match(stats: infloss.ContrastiveOutput, copies: int) -> dict[str, str]:
+def in_batch_match(stats: infloss.ContrastiveOutput, copies: int, world: World) -> dict[str, str]:
     """How well the pairs of a batch find each other, for the progress bar.
 
     Accuracy asks that a pair beat every other; copies of one picture tie, so there it is replaced
@@ -105,16 +119,20 @@ def in_batch_match(stats: infloss.ContrastiveOutput, copies: int) -> dict[str, s
     """
     if copies == 1:
         return {"accuracy": f"{(stats.accuracy_img + stats.accuracy_txt).item() / 2:.1%}"}
-    probability = copies * (stats.positive - stats.lse_txt).exp().mean().item()
+    probability = copies * world.mean((stats.positive - stats.lse_txt).exp())
     return {"probability": f"{probability:.2%}"}
 
 
 class Trainer:
     """A model, its loss with a learnable scale, and AdamW on a one-cycle schedule."""
 
-    def __init__(self, model: TwoTower, data: EmojiData, steps: int, lr: float) -> None:
-        self.model, self.data = model, data
-        self.loss = infloss.ContrastiveLoss(max_logit_scale=MAX_LOGIT_SCALE).to(data.images.device)
+    def __init__(
+        self, model: TwoTower, data: EmojiData, steps: int, lr: float, world: World
+    ) -> None:
+        self.data, self.world = data, world
+        loss = infloss.ContrastiveLoss(max_logit_scale=MAX_LOGIT_SCALE, group=world.group)
+        self.loss = loss.to(world.device)
+        self.objective = world.data_parallel(Objective(model, self.loss))
         parameters = [*model.parameters(), *self.loss.parameters()]
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
@@ -126,8 +144,14 @@ class Trainer:
         )
 
     def step(self, batch: Batch) -> infloss.ContrastiveOutput:
-        """One update of both towers and the scale."""
-        stats = self.loss(*encode(self.model, self.data, batch), return_stats=True)
+        """One update of both towers and the scale, from this rank's share of the batch."""
+        count, copies = len(batch.emoji), batch.copies
+        chunks = self.world.shares(count, count if copies == 1 else CHUNK)
+        rows = ranks.join(chunks)
+        pictures = emoji_data.augment(emoji_data.pictures(self.data, batch.emoji[rows.own]), rows)
+        own = [batch.captions[i] for i in rows.repeat_interleave(copies).own]
+        captions = emoji_data.hash_captions(own, pictures.device)
+        stats = self.objective(pictures, captions, chunks, copies)
         self.optimizer.zero_grad()
         stats.loss.backward()
         self.optimizer.step()
@@ -142,13 +166,16 @@ def steps_of(data: EmojiData, train: np.ndarray, args: argparse.Namespace) -> in
     return args.epochs * math.ceil(len(np.unique(data.concept[train])) / args.batch_size)
 
 
-def train(model: TwoTower, data: EmojiData, halves: Split, args: argparse.Namespace) -> History:
+def train(
+    model: TwoTower, data: EmojiData, halves: Split, args: argparse.Namespace, world: World
+) -> History:
     """Train in place with a progress bar, looking at held-out recall now and then."""
     steps = steps_of(data, halves.train, args)
     lr = FULL_BATCH_LEARNING_RATE if args.full_batch else LEARNING_RATE
-    trainer, history = Trainer(model, data, steps, lr), History()
+    trainer, history = Trainer(model, data, steps, lr, world), History()
     every = max(1, args.epochs // EVALUATIONS)
-    with tqdm(total=steps, unit="step", dynamic_ncols=True) as bar:
+    quiet = not world.is_main
+    with tqdm(total=steps, unit="step", dynamic_ncols=True, disable=quiet) as bar:
         for epoch, batches in enumerate(epochs(data, halves.train, args), start=1):
             for batch in batches:
                 stats = trainer.step(batch)
@@ -156,10 +183,10 @@ def train(model: TwoTower, data: EmojiData, halves: Split, args: argparse.Namesp
                 bar.set_postfix(
                     loss=f"{history.loss[-1]:.3f}",
                     scale=f"{trainer.loss.logit_scale.item():.1f}",
-                    **in_batch_match(stats, batch.copies),
+                    **in_batch_match(stats, batch.copies, world),
                 )
                 bar.update()
-            if epoch % every == 0 or epoch == args.epochs:
+            if world.is_main and (epoch % every == 0 or epoch == args.epochs):
                 similarities = evaluation.similarity(model, data, halves.held_out)
                 history.evaluated_at.append(len(history.loss))
                 history.recall.append(evaluation.recall(similarities))
@@ -173,10 +200,11 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def memory_report(pairs: int, before: int, peak: int) -> str:
+def memory_report(pairs: int, before: int, peak: int, world: World) -> str:
     """Peak memory beside what the similarities of the whole batch would have taken."""
+    where = "" if world.size == 1 else f" over {world.size} ranks, the first of them"
     return (
-        f"batch of {pairs:,} pairs: peak memory {peak / MIB:,.0f} MiB in all, "
+        f"batch of {pairs:,} pairs{where}: peak memory {peak / MIB:,.0f} MiB in all, "
         f"{before / MIB:,.0f} MiB before the first step\n"
         f"{pairs:,} x {pairs:,} float32 logits would take {4 * pairs**2 / MIB:,.0f} MiB more, "
         "and their gradient as much again"
@@ -208,19 +236,22 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse_args()
+def run(args: argparse.Namespace, world: World) -> None:
+    """Train; the main rank also evaluates, prints and writes."""
     torch.manual_seed(args.seed)
-    device = torch.device(args.device)
+    device = world.device
     data = emoji_data.load(args.data).to(device)
     halves = emoji_data.split(data, np.random.default_rng(args.seed))
+    model = TwoTower().to(device)
+    if not world.is_main:
+        train(model, data, halves, args, world)
+        return
+
     count = len(halves.held_out)
     print(f"{len(halves.train)} emoji to train on, {count} concepts held out")
-
-    model = TwoTower().to(device)
     before = evaluation.recall(evaluation.similarity(model, data, halves.held_out))
     memory_before, started = peak_memory(device), time.perf_counter()
-    history = train(model, data, halves, args)
+    history = train(model, data, halves, args, world)
     seconds, memory_peak = time.perf_counter() - started, peak_memory(device)
 
     similarities = evaluation.similarity(model, data, halves.held_out).cpu()
@@ -233,19 +264,27 @@ def main() -> None:
         "cutoffs": evaluation.CUTOFFS,
         "held_out": count,
         "steps": len(history.loss),
+        "losses": history.loss,
         "final_loss": history.loss[-1],
         "train_seconds": seconds,
         "device": args.device,
+        "ranks": world.size,
         "seed": args.seed,
     }
     if args.full_batch:
         pairs = len(halves.train) * len(LANGUAGES)
-        print(f"{memory_report(pairs, memory_before, memory_peak)}\n")
+        print(f"{memory_report(pairs, memory_before, memory_peak, world)}\n")
         result |= {"pairs": pairs, "peak_bytes": memory_peak, "logits_bytes": 4 * pairs**2}
     plot.draw(args.output, history, data, halves.held_out, similarities)
     numbers = args.output.with_suffix(".json")
     numbers.write_text(json.dumps(result, indent=2) + "\n")
     print(f"trained in {seconds:.0f} s; wrote {args.output} and {numbers}")
+
+
+def main() -> None:
+    args = parse_args()
+    with ranks.start(args.device) as world:
+        run(args, world)
 
 
 if __name__ == "__main__":
