@@ -44,7 +44,8 @@ def all_gather(tensor: Tensor, group: Any = None, *, grad_reduction: str = "mean
     or that of its own rows. With gradients that the trainer averages over the ranks
     (``grad_reduction="mean"``), and with those that it adds up ("sum"), training follows the
     gradient of the mean of all F_q; a factor W, or 1/W, is never needed. Backward is one
-    reduce-scatter; the incoming gradient is left as it is. Shards may differ in size.
+    reduce-scatter; the incoming gradient is left as it is. Shards may differ in size. Parameters
+    used after the gather have a whole gradient on every rank, which is to be averaged either way.
 
     Args:
         tensor: [b, ...] floating; all dimensions but the first, and the dtype, the same everywhere.
