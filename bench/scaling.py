@@ -1,7 +1,8 @@
 """What a step over W ranks sends, holds and takes, by strategy: a model, not a measurement.
 
 ``python bench/scaling.py`` writes bench/results/scaling.json, which docs/scaling.md explains. Bytes
-and messages are exact, and a test counts them; times follow from the rates below.
+sent and messages are exact, and a test counts them; bytes held are counted by hand, and times
+follow from the rates below.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from infloss.config import DEFAULT_WORKSPACE
 from infloss.distributed.ring import BLOCK_ROWS
+from infloss.distributed.strategy import gathered_bytes
 from record import RESULTS, Column, Result, command_line, environment, markdown_table
 
+# assumed; latency and NVLink as NCCL's send and receive had them between two H200
 FLOPS = 700e12  # of the products, a GPU and second
 LATENCY = 130e-6  # s until a message moves
 NVLINK = 343e9  # bytes a GPU and second, each way
@@ -53,10 +58,21 @@ class Step:
     pairs: int  # of a rank
     dim: int = 768
     itemsize: int = 2  # of the features
+    node: int = NODE
 
     @property
     def batch(self) -> int:
         return self.ranks * self.pairs
+
+    @property
+    def inner(self) -> int:
+        """Ranks of a node: of the inner ring."""
+        return min(self.ranks, self.node)
+
+    @property
+    def nodes(self) -> int:
+        """Ranks of the outer ring; one is no ring."""
+        return self.ranks // self.inner
 
     @property
     def blocks(self) -> int:
@@ -81,10 +97,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a ring sends in a pass: on each hop but the last, and on every hop, with each block."""
+    """What a ring sends of a shard in a pass."""
 
-    forward: int  # bytes of a shard that travel ahead of the work: W - 1 hops
-    behind: int  # bytes that follow it and come home: W hops
+    ahead: int  # bytes that travel before the work: W - 1 hops
+    behind: int  # bytes that follow it and come home: every hop
     work: float  # share of the step's compute
 
 
@@ -98,13 +114,18 @@ def ring_passes(step: Step) -> tuple[Pass, Pass]:
 
 def ring_sent(step: Step) -> int:
     """Bytes that a rank sends."""
-    hops = step.ranks
-    return sum(one.forward * (hops - 1) + one.behind * hops for one in ring_passes(step))
+    ahead, behind = step.ranks - 1, hops_behind(step)
+    return sum(one.ahead * ahead + one.behind * behind for one in ring_passes(step))
+
+
+def hops_behind(step: Step) -> int:
+    """What was made of a block comes home from each inner ring and, over nodes, from the outer."""
+    return step.ranks + (step.nodes if step.nodes > 1 else 0)
 
 
 def ring_messages(step: Step) -> int:
     """Exchanges with the neighbours that a rank posts; tensors that leave together are one."""
-    return 2 * (2 * step.ranks - 1) * step.blocks
+    return 2 * (step.ranks - 1 + hops_behind(step)) * step.blocks
 
 
 def gather_sent(step: Step) -> int:
@@ -121,40 +142,42 @@ def ring_held(step: Step) -> int:
     """Bytes a rank holds above its shard, gradients, accumulator and workspace.
 
     A sub-block's part of the shard's own gradient; and sub-blocks: of the features the one that is
-    worked on and the next, of the gradient what was made, what came in, what leaves, and the last
-    on its way home.
+    worked on and the next, of the gradient what is being made, what leaves and what comes in, and
+    two of the sub-block before, on its last way home.
     """
-    return step.gradient + (2 * step.features + 4 * step.gradient) // step.blocks
+    gradients = 3 if step.blocks == 1 else 5
+    return step.gradient + (2 * step.features + gradients * step.gradient) // step.blocks
 
 
 def gather_held(step: Step) -> int:
     """The same: all features of a side and the accumulator of all their gradients."""
-    return step.ranks * (step.features + step.gradient)
+    return gathered_bytes(step.batch, step.dim, torch.bfloat16)
 
 
 def ring_seconds(step: Step) -> float:
     """Hops hide behind the products of their sub-block or the other way round; the last hides not.
 
-    Over several nodes rings are nested: a block goes round its node between two hops outside.
+    Over several nodes rings are nested: a block goes round its node between two hops outside, and
+    comes home there each time.
     """
-    inner = min(step.ranks, NODE)
-    nodes = step.ranks // inner
     total = 0.0
     for one in ring_passes(step):
-        moved = (one.forward + one.behind) / step.blocks
+        moved, home = ((one.ahead + one.behind) / step.blocks, one.behind / step.blocks)
         work = one.work * step.compute / (step.ranks * step.blocks)
-        node = inner * max(work, LATENCY + moved / NVLINK)
-        outside = LATENCY + moved / NETWORK if nodes > 1 else 0.0
-        home = LATENCY + one.behind / step.blocks / (NVLINK if nodes == 1 else NETWORK)
-        total += step.blocks * nodes * max(node, outside) + home
+        node = step.inner * max(work, LATENCY + moved / NVLINK)
+        if step.nodes == 1:
+            total += step.blocks * node + LATENCY + home / NVLINK
+        else:
+            node += LATENCY + home / NVLINK
+            outside = LATENCY + moved / NETWORK
+            total += step.blocks * step.nodes * max(node, outside) + LATENCY + home / NETWORK
     return total
 
 
 def gather_seconds(step: Step) -> float:
     """Collectives before and after the products, log2(W) messages deep; a NIC for every GPU."""
-    inner = min(step.ranks, NODE)
     sent = gather_sent(step)
-    outside = sent * (step.ranks - inner) / (step.ranks - 1) / inner
+    outside = sent * (step.ranks - step.inner) / (step.ranks - 1) / step.inner
     latency = GATHER_MESSAGES * math.log2(2 * step.ranks) / 2 * LATENCY
     return step.compute + latency + max(sent / NVLINK, outside / NETWORK)
 

@@ -30,11 +30,8 @@ def _is_dtensor(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def features(name: str, value: Any, *, shard: bool = False) -> None:
-    """Raise unless ``value`` is a dense floating [B, D] tensor with D >= 1, and B >= 1.
-
-    A ``shard`` of a larger batch may be empty.
-    """
+def dense(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is a plain dense tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     if _is_dtensor(value):
@@ -45,6 +42,14 @@ def features(name: str, value: Any, *, shard: bool = False) -> None:
     if value.layout != torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else value.layout
         raise TypeError(f"{name}: expected a dense (strided) tensor, got a {kind} one")
+
+
+def features(name: str, value: Any, *, shard: bool = False) -> None:
+    """Raise unless ``value`` is a dense floating [B, D] tensor with D >= 1, and B >= 1.
+
+    A ``shard`` of a larger batch may be empty.
+    """
+    dense(name, value)
     if value.dtype not in DTYPES:
         expected = ", ".join(str(dtype) for dtype in DTYPES)
         raise TypeError(f"{name}: expected one of {expected}, got {value.dtype}")

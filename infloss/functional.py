@@ -5,7 +5,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from infloss import checks, config, kernels
-from infloss.distributed import losses as spread
+from infloss.distributed import losses as distributed
 from infloss.inputs import poison, scale_tensor, to_common_dtype
 from infloss.ops import PairLosses, pair_losses
 from infloss.options import Options
@@ -131,7 +131,7 @@ def contrastive_loss(
     """
     options = Options(normalize, reduction, strategy, grad_reduction, assume_even, return_stats)
     if group is not None:
-        return spread.contrastive_loss(img, txt, logit_scale, group, options)
+        return distributed.contrastive_loss(img, txt, logit_scale, group, options)
     checks.pairs(img, txt, logit_scale)
     options.check()
     warn_if_world_is_ignored()
@@ -251,7 +251,7 @@ def info_nce(
     """
     options = Options(normalize, reduction, strategy, grad_reduction, assume_even, return_stats)
     if group is not None:
-        return spread.info_nce(query, key, target, logit_scale, group, options)
+        return distributed.info_nce(query, key, target, logit_scale, group, options)
     checks.queries(query, key, target, logit_scale)
     checks.target_within(target, query.size(0), key.size(0))
     options.check()

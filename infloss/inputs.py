@@ -13,12 +13,18 @@ AUTOCAST_DEVICES = frozenset(
 )
 
 
-def to_common_dtype(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Promote both sides; under autocast to its dtype, as torch.mm would (float64 stays)."""
+def common_dtype(x: Tensor, y: Tensor) -> torch.dtype:
+    """What both sides are promoted to; under autocast its dtype, as of torch.mm (float64 stays)."""
     dtype = torch.promote_types(x.dtype, y.dtype)
     kind = x.device.type
     if dtype != torch.float64 and kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
+    return dtype
+
+
+def to_common_dtype(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both sides, promoted."""
+    dtype = common_dtype(x, y)
     return x.to(dtype), y.to(dtype)
 
 

@@ -1,5 +1,6 @@
 """nn.Module forms of the losses."""
 
+import copy
 import math
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from infloss import checks
 from infloss.functional import DEFAULT_LOGIT_SCALE, contrastive_loss
+from infloss.options import Options
 from infloss.outputs import ContrastiveOutput
 
 
@@ -58,11 +60,7 @@ class ContrastiveLoss(nn.Module):
                     f"got {max_logit_scale}"
                 )
         checks.flag("learnable", learnable)
-        checks.flag("normalize", normalize)
-        checks.one_of("reduction", reduction, checks.REDUCTIONS)
-        checks.one_of("strategy", strategy, checks.STRATEGIES)
-        checks.one_of("grad_reduction", grad_reduction, checks.GRAD_REDUCTIONS)
-        checks.flag("assume_even", assume_even)
+        Options(normalize, reduction, strategy, grad_reduction, assume_even, False).check()
         log_scale = torch.tensor(math.log(logit_scale), dtype=torch.float32)
         if learnable:
             self.log_logit_scale = nn.Parameter(log_scale)
@@ -101,6 +99,14 @@ class ContrastiveLoss(nn.Module):
             assume_even=self.assume_even,
             return_stats=return_stats,
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ContrastiveLoss":
+        """A copy in the same group, which is no thing that could be copied."""
+        memo[id(self.group)] = self.group
+        duplicate = type(self).__new__(type(self))
+        memo[id(self)] = duplicate
+        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return duplicate
 
     def extra_repr(self) -> str:
         learnable = isinstance(self.log_logit_scale, nn.Parameter)

@@ -189,6 +189,11 @@ def typical_cosine(level: Tensor, logit_scale: Tensor) -> Tensor:
     return torch.where(logit_scale == 0, 0.0, level / logit_scale)
 
 
+def log_sum_exp(stats: Tensor) -> Tensor:
+    """[N] of the pairs (maximum, sum of exponentials below it): [2, N]."""
+    return stats[0] + stats[1].log()
+
+
 def nll(stats: Tensor, positive: Tensor) -> Tensor:
     """log-sum-exp minus positive, in the order that never rounds below zero."""
     return (stats[0] - positive) + stats[1].log()
@@ -231,8 +236,8 @@ class _PairLosses(torch.autograd.Function):
         row_nll = nll(row_stats, positive)
         col_nll = nll(col_stats, positive) if cols else positive.new_empty(0)
         extras = (
-            row_stats[0] + row_stats[1].log(),
-            col_stats[0] + col_stats[1].log(),
+            log_sum_exp(row_stats),
+            log_sum_exp(col_stats),
             positive,
             row_hardest,
             col_hardest,

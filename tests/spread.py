@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -122,8 +121,3 @@ def step_of_rank(group: Any, job: dict[str, Any]) -> Outputs:
     upstream = job["upstream"] if shard["upstream"] is None else shard["upstream"]
     (loss * upstream).sum().backward()
     return Outputs(loss.detach(), x.grad, y.grad, scale.grad)
-
-
-def starts(sizes: Sequence[int]) -> list[int]:
-    """First row of each shard."""
-    return [0, *accumulate(sizes)][:-1]

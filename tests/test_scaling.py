@@ -51,7 +51,7 @@ def traffic(group: Any, strategy: str) -> tuple[float, int]:
         for name, share in SENT.items():
             if hasattr(dist, name):
                 patch.setattr(dist, name, counting(getattr(dist, name), share, counted))
-        rank = dist.get_rank(group)
+        rank = dist.get_rank()
         img, txt = (
             normal(PAIRS, DIM, seed=2 * rank + side).bfloat16().requires_grad_()
             for side in range(2)
@@ -65,7 +65,7 @@ def counting(
     collective: Callable[..., Any], share: Callable[[int], float], counted: list[float]
 ) -> Callable[..., Any]:
     def wrapped(out: Tensor, given: Tensor, *args: Any, group: Any, **options: Any) -> Any:
-        if max(out.numel(), given.numel()) > dist.get_world_size(group):
+        if max(out.numel(), given.numel()) > dist.get_world_size():
             counted.append(given.nbytes * share(dist.get_world_size(group)))
         return collective(out, given, *args, group=group, **options)
 
@@ -82,6 +82,22 @@ def test_the_ring_sends_what_the_model_says(
     # sub-blocks of different sizes go round, but each rank sends every row on every hop
     assert sum(sent for sent, _ in found) == ranks * scaling.ring_sent(step)
     assert {messages for _, messages in found} == {scaling.ring_messages(step)}
+
+
+def traffic_on_a_mesh(group: Any) -> tuple[float, int]:
+    """The same for two nodes of two ranks."""
+    return traffic(dist.device_mesh.init_device_mesh("cpu", (2, 2)), "ring")
+
+
+def test_nested_rings_send_what_the_model_says(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "BLOCK_ROWS", BLOCK)
+    step = Step(4, PAIRS, DIM, node=2)
+    found = world.run(traffic_on_a_mesh, 4)
+    assert sum(sent for sent, _ in found) == 4 * scaling.ring_sent(step)
+    assert {messages for _, messages in found} == {scaling.ring_messages(step)}
+    assert scaling.ring_sent(step) > scaling.ring_sent(Step(4, PAIRS, DIM))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -36,6 +36,12 @@ class _ScatterSum(torch.autograd.Function):
         return _AllGather.apply(grad * factor, *ctx.arguments), None, None, None
 
 
+def _world() -> Any:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("group: expected torch.distributed to be initialised, got None without it")
+    return dist.group.WORLD
+
+
 @torch.compiler.disable
 def all_gather(tensor: Tensor, group: Any = None, *, grad_reduction: str = "mean") -> Tensor:
     """The rows of all ranks of a group, in their order, with the gradient that belongs to them.
@@ -59,12 +65,11 @@ def all_gather(tensor: Tensor, group: Any = None, *, grad_reduction: str = "mean
         TypeError, ValueError: of a wrong argument; ranks that disagree all raise the same one.
         RuntimeError: a rank has stopped.
     """
-    ranks = of_group(dist.group.WORLD if group is None else group)
+    ranks = of_group(_world() if group is None else group)
     channel = header.channel(ranks)
 
     def check() -> None:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"tensor: expected a torch.Tensor, got {type(tensor).__name__}")
+        checks.dense("tensor", tensor)
         if not tensor.is_floating_point() or tensor.dim() == 0:
             raise ValueError(
                 "tensor: expected a floating tensor with at least one dimension, "

@@ -16,7 +16,7 @@ Needs = tuple[bool, bool, bool]  # of the rows', the columns' and logit_scale's 
 
 
 @dataclass(frozen=True)
-class Sides:
+class Coefficients:
     """What turns similarities into gradient coefficients; see ``infloss::grad`` in ops.py."""
 
     row_stats: Tensor  # [2, M]
@@ -32,7 +32,7 @@ class Sides:
             return ()
         return (torch.cat((self.col_stats, self.col_weight[None])).T.contiguous(),)
 
-    def of_columns(self, *packed: Tensor) -> "Sides":
+    def of_columns(self, *packed: Tensor) -> "Coefficients":
         """The same rows with the columns that some rank has packed."""
         if not packed:
             return self
@@ -76,7 +76,10 @@ class Call:
         target: Tensor | None,
         start: int,
     ) -> Statistics:
-        """Statistics of this rank's rows against the columns ``y`` from ``start`` on."""
+        """Statistics of this rank's rows ``x`` [b, D] against columns ``y`` [n, D].
+
+        ``start`` is the index of the first of them in the whole batch; ``x_inv`` [b] inverse norms.
+        """
         return Statistics(
             *torch.ops.infloss.lse(
                 x,
@@ -102,9 +105,12 @@ class Call:
         logit_scale: Tensor,
         target: Tensor | None,
         start: int,
-        sides: Sides,
+        coefficients: Coefficients,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What those similarities give to all gradients, in the statistics' dtype."""
+        """What those similarities give to the gradients [b, D], [n, D] and [], where needed.
+
+        All are in the statistics' dtype, to be added up.
+        """
         need_x, need_y, need_scale = self.needs
         parts: tuple[Tensor, Tensor, Tensor] = torch.ops.infloss.grad(
             x,
@@ -113,12 +119,12 @@ class Call:
             x_inv,
             inverse_norms(y) if self.normalize else None,
             *self._target(target, start),
-            row_stats=sides.row_stats,
-            row_weight=sides.row_weight,
-            col_stats=sides.col_stats,
-            col_weight=sides.col_weight,
-            target_weight=sides.target_weight,
-            centre=sides.centre,
+            row_stats=coefficients.row_stats,
+            row_weight=coefficients.row_weight,
+            col_stats=coefficients.col_stats,
+            col_weight=coefficients.col_weight,
+            target_weight=coefficients.target_weight,
+            centre=coefficients.centre,
             need_x=need_x,
             need_y=need_y,
             need_scale=need_scale,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from infloss.distributed.ranks import Level, Place
+from infloss.distributed.ranks import Coordinate, Level
 
 Tensors = tuple[Tensor, ...]  # each with the block's rows first
 
@@ -69,30 +69,28 @@ class PointToPoint:
         self.check()
         if self._level.size == 1:
             return Arrived(outgoing)
-        outgoing = tuple(tensor.contiguous() for tensor in outgoing)
-        incoming = tuple(tensor.new_empty((rows, *tensor.shape[1:])) for tensor in outgoing)
+        outgoing = tuple(_at_least_a_row(tensor).contiguous() for tensor in outgoing)
+        incoming = tuple(tensor.new_empty((max(rows, 1), *tensor.shape[1:])) for tensor in outgoing)
         group = self._level.group
-        # nothing is sent of an empty block: both ends know its size
         sends = [
             dist.P2POp(dist.isend, tensor, group=group, group_peer=self._left)
             for tensor in outgoing
-            if tensor.numel()
         ]
         receives = [
             dist.P2POp(dist.irecv, tensor, group=group, group_peer=self._right)
             for tensor in incoming
-            if tensor.numel()
         ]
         operations = sends + receives
         works = self._guarded(lambda: dist.batch_isend_irecv(operations)) if operations else []
-        return _UnderWay(self, works, outgoing, incoming)
+        arriving = tuple(tensor[:rows] for tensor in incoming)
+        return _UnderWay(self, works, outgoing, arriving)
 
     def check(self) -> None:
         if self._failure:
             raise RuntimeError(self._failure)
 
     def _guarded(self, communicate: Callable[[], Any]) -> Any:
-        """Run it; a failure is told by the neighbours' names, now and on every later check."""
+        """Run it; a failure names the neighbours, now and in every later check of this ring."""
         try:
             return communicate()
         except RuntimeError as error:
@@ -101,6 +99,11 @@ class PointToPoint:
                 f"{self._right} of {self._level.size} failed; has one of them stopped? {error}"
             )
             raise RuntimeError(self._failure) from error
+
+
+def _at_least_a_row(tensor: Tensor) -> Tensor:
+    """``tensor``, or one row for an empty block, since NCCL wants every rank in an exchange."""
+    return tensor if len(tensor) else tensor.new_zeros((1, *tensor.shape[1:]))
 
 
 class _UnderWay:
@@ -122,10 +125,10 @@ class _UnderWay:
 def circulate(
     levels: tuple[tuple[Level, RingExchange], ...],
     features: Tensors,
-    rows: Callable[[Place], int],
-    visit: Callable[[Place, Tensors], Tensors],
+    rows: Callable[[Coordinate], int],
+    visit: Callable[[Coordinate, Tensors], Tensors],
     merge: Callable[[Tensors, Tensors], Tensors],
-    outer: Place = (),
+    outer: Coordinate = (),
 ) -> Pending:
     """Show this rank's block to all ranks, and theirs to this one.
 
@@ -133,8 +136,8 @@ def circulate(
         levels: the rings, outermost first: an inner one goes round once a step of its outer one,
             so that a slow outer link has all that time.
         features: of this rank's block.
-        rows: size of the block of the rank at a place.
-        visit: works on the block of the rank at a place; what it returns travels with the block.
+        rows: size of the block of the rank at a coordinate.
+        visit: works on the block of the rank at a coordinate; what it returns travels with it.
         merge: of what this rank and those before it made of a block, in that order.
         outer: where the block comes from in the levels around.
 

@@ -7,8 +7,9 @@ for a whole batch of B rows, the columns' gradient in float32 included.
 import torch.distributed as dist
 from torch import Tensor
 
-from infloss.distributed.call import Call, Sides
+from infloss.distributed.call import Call, Coefficients
 from infloss.distributed.collect import gather_rows, scatter_sum
+from infloss.distributed.ranks import explained
 from infloss.distributed.statistics import Statistics, merge_columns
 from infloss.ops import inverse_norms
 
@@ -46,12 +47,14 @@ class Gather:
         y: Tensor,
         logit_scale: Tensor,
         target: Tensor | None,
-        sides: Sides,
+        coefficients: Coefficients,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's rows and columns, and its part of logit_scale's."""
         call = self._call
         x_inv = inverse_norms(x) if call.normalize else None
-        seen = sides.of_columns(*(self._all(packed) for packed in sides.packed_columns()))
+        seen = coefficients.of_columns(
+            *(self._all(packed) for packed in coefficients.packed_columns())
+        )
         dx, dy, dscale = call.grad(x, y, x_inv, logit_scale, target, 0, seen)
         if call.needs[1]:
             dy = scatter_sum(dy, call.keys, call.ranks)
@@ -67,7 +70,8 @@ class Gather:
         if ranks.size == 1:
             return (packed,)
         out = packed.new_empty((ranks.size * own, packed.size(1)))
-        dist.all_to_all_single(
-            out, packed, [own] * ranks.size, list(sizes), group=ranks.levels[0].group
-        )
+        with explained("exchanging statistics", ranks.rank, ranks.size):
+            dist.all_to_all_single(
+                out, packed, [own] * ranks.size, list(sizes), group=ranks.levels[0].group
+            )
         return out.unflatten(0, (ranks.size, own)).unbind()

@@ -5,10 +5,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from infloss.distributed.call import Call, Sides
+from infloss.distributed.call import Call, Coefficients
 from infloss.distributed.ranks import Ranks
 from infloss.distributed.strategy import Strategy
-from infloss.ops import PairLosses, log_mean_exp, nll, typical_cosine
+from infloss.ops import PairLosses, log_mean_exp, log_sum_exp, nll, typical_cosine
 
 
 def _centre(call: Call, row_stats: Tensor, logit_scale: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def _centre(call: Call, row_stats: Tensor, logit_scale: Tensor) -> Tensor:
     return typical_cosine(call.ranks.gather(own).sum() / call.rows.total, logit_scale)
 
 
-class _Final(torch.autograd.Function):
+class _OnceDifferentiable(torch.autograd.Function):
     """A gradient whose own derivative raises, where autograd would take it for a constant."""
 
     @staticmethod
@@ -29,7 +29,7 @@ class _Final(torch.autograd.Function):
         raise NotImplementedError("second derivatives of the contrastive loss are not implemented")
 
 
-class _SpreadLosses(torch.autograd.Function):
+class _GlobalLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -42,19 +42,13 @@ class _SpreadLosses(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         columns = strategy.columns(y)
         found = strategy.lse(x, columns, logit_scale, target)
-        row_stats, col_stats, positive, row_hardest, col_hardest = (
-            found.row_stats,
-            found.col_stats,
-            found.positive,
+        row_stats, col_stats, positive = found.row_stats, found.col_stats, found.positive
+        extras = (
+            log_sum_exp(row_stats),
+            log_sum_exp(col_stats),
+            positive,
             found.row_hardest,
             found.col_hardest,
-        )
-        extras = (
-            row_stats[0] + row_stats[1].log(),
-            col_stats[0] + col_stats[1].log(),
-            positive,
-            row_hardest,
-            col_hardest,
         )
         ctx.mark_non_differentiable(*extras)
         centre = _centre(call, row_stats, logit_scale) if call.needs[2] else None
@@ -72,7 +66,7 @@ class _SpreadLosses(torch.autograd.Function):
         call.confirm_backward()
         row_weight = weights[0] * call.factor
         col_weight = weights[1] * call.factor if call.cols else None
-        sides = Sides(
+        coefficients = Coefficients(
             row_stats,
             row_weight,
             col_stats,
@@ -81,11 +75,11 @@ class _SpreadLosses(torch.autograd.Function):
             centre,
         )
         with torch.no_grad():
-            gradients = ctx.strategy.grad(x, columns, logit_scale, target, sides)
+            gradients = ctx.strategy.grad(x, columns, logit_scale, target, coefficients)
         sources = (x, columns, logit_scale, *weights)
         return (
             *(
-                _Final.apply(gradient, *sources) if need else None
+                _OnceDifferentiable.apply(gradient, *sources) if need else None
                 for gradient, need in zip(gradients, call.needs, strict=True)
             ),
             None,
@@ -94,7 +88,7 @@ class _SpreadLosses(torch.autograd.Function):
         )
 
 
-def pair_losses(
+def global_pair_losses(
     x: Tensor,
     y: Tensor,
     logit_scale: Tensor,
@@ -103,7 +97,7 @@ def pair_losses(
     strategy: Strategy,
 ) -> PairLosses:
     """This rank's part of :func:`infloss.ops.pair_losses` over the whole batch, differentiable."""
-    return PairLosses(*_SpreadLosses.apply(x, y, logit_scale, target, call, strategy))
+    return PairLosses(*_GlobalLosses.apply(x, y, logit_scale, target, call, strategy))
 
 
 class _SumOverRanks(torch.autograd.Function):

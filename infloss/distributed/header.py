@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from infloss.distributed.ranks import Level, Ranks
+from infloss.distributed.ranks import Level, Ranks, explained
 
 Header = dict[str, Any]
 T = TypeVar("T")
@@ -35,24 +36,19 @@ class Channel:
     groups: tuple[Any, ...]  # a gloo backend for each of them
     calls: int = 0
 
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
     def exchange(self, header: Header) -> list[Header]:
         """Every rank's header, in their order."""
-        text = json.dumps({**header, CALLS: self.calls}).encode()
-        if len(text) > BYTES - LENGTH:
-            raise ValueError(f"header: expected {BYTES - LENGTH} bytes at most, got {len(text)}")
-        packed = len(text).to_bytes(LENGTH, "little") + text.ljust(BYTES - LENGTH)
-        rows = torch.frombuffer(bytearray(packed), dtype=torch.uint8)[None]
-        try:
+        rows = torch.frombuffer(_pack({**header, CALLS: self.calls}), dtype=torch.uint8)[None]
+        with explained(f"exchanging headers of call {self.calls}", self.rank, self.size):
             for size, group in zip(self.sizes[::-1], self.groups[::-1], strict=True):
                 parts = [torch.empty_like(rows) for _ in range(size)]
                 group.allgather([parts], [rows]).wait()
                 rows = torch.cat(parts)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"group: exchanging headers of call {self.calls} failed on rank "
-                f"{self.rank} of {math.prod(self.sizes)}; has another rank stopped? {error}"
-            ) from error
-        headers = [_unpack(bytes(row.tolist())) for row in rows]
+        headers = _unpack(rows)
         # after a disagreement that was caught, the ranks count alike again
         self.calls = max(one[CALLS] for one in headers)
         return headers
@@ -76,21 +72,39 @@ class Channel:
         try:
             return check()
         except (TypeError, ValueError, NotImplementedError) as error:
-            room = BYTES - 100
-            self.agree({}, {REFUSED: str(error)[:room].encode("ascii", "replace").decode()})
+            self.agree({}, {REFUSED: _shortened(str(error))})
             raise
 
 
-def _unpack(packed: bytes) -> Header:
-    length = int.from_bytes(packed[:LENGTH], "little")
-    header: Header = json.loads(packed[LENGTH : LENGTH + length])
-    return header
+def _pack(header: Header) -> bytearray:
+    text = json.dumps(header).encode()
+    if len(text) > BYTES - LENGTH:
+        raise ValueError(f"header: expected {BYTES - LENGTH} bytes at most, got {len(text)}")
+    return bytearray(len(text).to_bytes(LENGTH, "little") + text.ljust(BYTES - LENGTH))
+
+
+def _unpack(rows: Tensor) -> list[Header]:
+    packed = bytearray(rows.numel())
+    torch.frombuffer(packed, dtype=torch.uint8).copy_(rows.flatten())
+    headers = []
+    for start in range(0, len(packed), BYTES):
+        text = start + LENGTH
+        length = int.from_bytes(packed[start:text], "little")
+        headers.append(json.loads(packed[text : text + length]))
+    return headers
+
+
+def _shortened(message: str) -> str:
+    """What of a message fits a header beside the call number, once it is escaped."""
+    while len(json.dumps(message)) > BYTES - 100:
+        message = message[: len(message) * 9 // 10]
+    return message
 
 
 def _check_same(name: str, values: list[Any]) -> None:
-    if all(value == values[0] for value in values):
+    texts = [str(value) for value in values]  # a NaN is the same as another
+    if len(set(texts)) == 1:
         return
-    texts = [str(value) for value in values]
     who = {text: [str(rank) for rank, other in enumerate(texts) if other == text] for text in texts}
     parts = [
         f"{text} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
@@ -102,17 +116,18 @@ def _check_same(name: str, values: list[Any]) -> None:
 
 
 # both forget a group with the group itself
-_channels: WeakKeyDictionary[Any, dict[tuple[int, ...], Channel]] = WeakKeyDictionary()
+_channels: WeakKeyDictionary[Any, dict[tuple[str, ...], Channel]] = WeakKeyDictionary()
 _cpu_sides: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def channel(ranks: Ranks) -> Channel:
     """The channel of these ranks, made on their first call."""
     channels = _channels.setdefault(ranks.levels[-1].group, {})
-    sizes = tuple(level.size for level in ranks.levels)
-    if sizes not in channels:
-        channels[sizes] = Channel(ranks.rank, sizes, tuple(_cpu_side(one) for one in ranks.levels))
-    return channels[sizes]
+    names = tuple(level.group.group_name for level in ranks.levels)
+    if names not in channels:
+        sizes = tuple(level.size for level in ranks.levels)
+        channels[names] = Channel(ranks.rank, sizes, tuple(_cpu_side(one) for one in ranks.levels))
+    return channels[names]
 
 
 def _cpu_side(level: Level) -> Any:

@@ -1,20 +1,21 @@
 """The door of the losses of a spread batch: checked, agreed on by all ranks, and reduced."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from infloss import checks, config, kernels
+from infloss import checks, config, kernels, paths
 from infloss.distributed import header
-from infloss.distributed.call import Call
-from infloss.distributed.graph import pair_losses, sum_over_ranks
+from infloss.distributed.call import Call, Needs
+from infloss.distributed.graph import global_pair_losses, sum_over_ranks
 from infloss.distributed.header import Channel
 from infloss.distributed.ranks import Ranks, check_device, of_group
 from infloss.distributed.shards import Shards
-from infloss.distributed.strategy import Strategy, choose
-from infloss.inputs import poison, scale_tensor, to_common_dtype
+from infloss.distributed.strategy import choose
+from infloss.inputs import common_dtype, poison, scale_tensor, to_common_dtype
 from infloss.ops import PairLosses
 from infloss.options import Options
 from infloss.outputs import ContrastiveOutput, InfoNCEOutput
@@ -25,19 +26,18 @@ def contrastive_loss(
     img: Tensor, txt: Tensor, logit_scale: float | Tensor, group: Any, options: Options
 ) -> Tensor | ContrastiveOutput:
     """:func:`infloss.contrastive_loss` of the batch that ``group`` shares."""
-    ranks, channel = _team(group, options)
+    ranks, channel = _members(group, options)
 
     def check() -> None:
         checks.pairs(img, txt, logit_scale, shard=True)
-        options.check()
-        _check_group(ranks, img.device, options)
+        _check_call(ranks, img, txt, options)
 
     _attempt(channel, check)
     x, y = to_common_dtype(img, txt)
-    call, strategy, _ = _agree(
-        "contrastive_loss", ranks, channel, x, y, logit_scale, None, options, cols=True
-    )
-    out = pair_losses(x, y, scale_tensor(logit_scale, x), None, call, strategy)
+    asked = _Asked("contrastive_loss", x, y, logit_scale, None, options)
+    call, _ = _agree(ranks, channel, asked, cols=True)
+    strategy = choose(options.strategy, call, x.size(1), x.dtype)
+    out = global_pair_losses(x, y, scale_tensor(logit_scale, x), None, call, strategy)
     losses = (out.row_nll + out.col_nll) * 0.5
     loss, *accuracies = _reduce(losses, out, [out.row_hardest, out.col_hardest], call, options)
     if not options.return_stats:
@@ -58,23 +58,22 @@ def info_nce(
     options: Options,
 ) -> Tensor | InfoNCEOutput:
     """:func:`infloss.info_nce` of the batch that ``group`` shares."""
-    ranks, channel = _team(group, options)
+    ranks, channel = _members(group, options)
 
     def check() -> None:
         checks.queries(query, key, target, logit_scale, shard=True)
-        options.check()
-        _check_group(ranks, query.device, options)
+        _check_call(ranks, query, key, options)
 
     _attempt(channel, check)
     x, y = to_common_dtype(query, key)
-    call, strategy, ranges = _agree(
-        "info_nce", ranks, channel, x, y, logit_scale, target, options, cols=False
-    )
+    asked = _Asked("info_nce", x, y, logit_scale, target, options)
+    call, ranges = _agree(ranks, channel, asked, cols=False)
     if target is None:
         checks.implicit_target(call.rows.total, call.keys.total)
     for seen in ranges:
         checks.check_range(seen, call.keys.total)
-    out = pair_losses(x, y, scale_tensor(logit_scale, x), target, call, strategy)
+    strategy = choose(options.strategy, call, x.size(1), x.dtype)
+    out = global_pair_losses(x, y, scale_tensor(logit_scale, x), target, call, strategy)
     losses = poison(out.row_nll, target, call.keys.total)
     loss, *accuracies = _reduce(losses, out, [out.row_hardest], call, options)
     if not options.return_stats:
@@ -82,7 +81,7 @@ def info_nce(
     return InfoNCEOutput(loss, out.row_lse, out.positive, accuracies[0], strategy.name)
 
 
-def _team(group: Any, options: Options) -> tuple[Ranks, Channel | None]:
+def _members(group: Any, options: Options) -> tuple[Ranks, Channel | None]:
     """The ranks, and their channel unless the caller promised that they agree."""
     ranks = of_group(group)
     checks.flag("assume_even", options.assume_even)
@@ -97,8 +96,11 @@ def _attempt(channel: Channel | None, check: Callable[[], None]) -> None:
         channel.attempt(check)
 
 
-def _check_group(ranks: Ranks, device: torch.device, options: Options) -> None:
-    check_device(ranks, device)
+def _check_call(ranks: Ranks, x: Tensor, y: Tensor, options: Options) -> None:
+    """Raise for options, group or path that cannot be; the features have been checked."""
+    options.check()
+    check_device(ranks, x.device)
+    paths.resolve(config.requested_path(), common_dtype(x, y), x.device)
     if options.strategy == "gather" and len(ranks.levels) > 1:
         raise ValueError(
             f"strategy: expected 'ring' or 'auto' on a mesh of {len(ranks.levels)} dimensions, "
@@ -106,70 +108,91 @@ def _check_group(ranks: Ranks, device: torch.device, options: Options) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What this rank asks for."""
+
+    loss: str
+    x: Tensor
+    y: Tensor
+    logit_scale: float | Tensor
+    target: Tensor | None
+    options: Options
+
+    @property
+    def needs(self) -> Needs:
+        """Which of the gradients by rows, columns and logit_scale are wanted."""
+        x, y, scale = (
+            torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad
+            for value in (self.x, self.y, self.logit_scale)
+        )
+        return x, y, scale
+
+    def same(self) -> dict[str, Any]:
+        """The part of the header that all ranks share."""
+        scale = self.logit_scale
+        need_x, need_y, need_scale = self.needs
+        names = ("img", "txt") if self.loss == "contrastive_loss" else ("query", "key")
+        return {
+            "pass": "forward",
+            "features a row": self.x.size(1),
+            "dtype": str(self.x.dtype).removeprefix("torch."),
+            "device": self.x.device.type,
+            "normalize": self.options.normalize,
+            "reduction": self.options.reduction,
+            "strategy": self.options.strategy,
+            "grad_reduction": self.options.grad_reduction,
+            "return_stats": self.options.return_stats,
+            "target": "None" if self.target is None else "explicit",
+            f"{names[0]}.requires_grad": need_x,
+            f"{names[1]}.requires_grad": need_y,
+            "logit_scale.requires_grad": need_scale,
+            "logit_scale": "a tensor" if isinstance(scale, Tensor) else scale,
+            "workspace limit": config.get_workspace_limit(),
+        }
+
+    def own(self) -> dict[str, Any]:
+        """The part that ranks may differ in."""
+        return {
+            "rows": len(self.x),
+            "keys": len(self.y),
+            "range": checks.target_range(self.target),
+        }
+
+
 def _agree(
-    name: str,
-    ranks: Ranks,
-    channel: Channel | None,
-    x: Tensor,
-    y: Tensor,
-    logit_scale: float | Tensor,
-    target: Tensor | None,
-    options: Options,
-    *,
-    cols: bool,
-) -> tuple[Call, Strategy, list[Any]]:
-    """What all ranks agree on, the strategy, and the range of every rank's targets."""
-    learned = [
-        torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad
-        for value in (x, y, logit_scale)
-    ]
-    workspace = config.get_workspace_limit()
+    ranks: Ranks, channel: Channel | None, asked: _Asked, *, cols: bool
+) -> tuple[Call, list[Any]]:
+    """What all ranks agree on, and the range of every rank's targets."""
     step: dict[str, Any] = {}
-    own = {"rows": len(x), "keys": len(y), "range": checks.target_range(target)}
-    headers: list[dict[str, Any]] = [own] * ranks.size
+    headers = [asked.own()] * ranks.size
     if channel is not None:
         channel.calls += 1
-        step = {"call": channel.calls, "loss": name}
-        same = {
-            **step,
-            "pass": "forward",
-            "features a row": x.size(1),
-            "dtype": str(x.dtype).removeprefix("torch."),
-            "device": x.device.type,
-            "normalize": options.normalize,
-            "reduction": options.reduction,
-            "strategy": options.strategy,
-            "grad_reduction": options.grad_reduction,
-            "return_stats": options.return_stats,
-            "target": "None" if target is None else "explicit",
-            "requires_grad": learned,
-            "logit_scale": "a tensor" if isinstance(logit_scale, Tensor) else logit_scale,
-            "workspace": workspace,
-        }
-        headers = channel.agree(same, own)
+        step = {"call": channel.calls, "loss": asked.loss}
+        headers = channel.agree({**step, **asked.same()}, asked.own())
     rows, keys = (Shards(tuple(one[side] for one in headers)) for side in ("rows", "keys"))
     if rows.total == 0 or keys.total == 0:
         raise ValueError(
             f"group: expected a batch with at least one row on each side, "
             f"got {rows.total} x {keys.total} over all {ranks.size} ranks"
         )
+    options = asked.options
     call = Call(
         ranks=ranks,
         rows=rows,
         keys=keys,
         normalize=options.normalize,
-        needs=(learned[0], learned[1], learned[2]),
+        needs=asked.needs,
         cols=cols,
         hardest=options.return_stats,
-        workspace=workspace,
+        workspace=config.get_workspace_limit(),
         path=config.requested_path(),
         precision=kernels.float32_precision(),
         factor=float(ranks.size) if options.grad_reduction == "mean" else 1.0,
         step=step,
         channel=channel,
     )
-    strategy = choose(options.strategy, call, x.size(1), x.dtype)
-    return call, strategy, [one["range"] for one in headers]
+    return call, [one["range"] for one in headers]
 
 
 def _reduce(

@@ -1,6 +1,8 @@
 """Who shares a batch: the ranks of a process group, or of a mesh of nodes by ranks."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Place = tuple[int, ...]  # a rank's index in each level
+Coordinate = tuple[int, ...]  # a rank's index in each level
 
 
 @dataclass(frozen=True)
 class Level:
-    """One process group: this rank's place in it and its size."""
+    """One process group: this rank's index in it and its size."""
 
     group: Any
     rank: int
@@ -22,7 +24,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among those that share a batch, and the groups that span them.
+    """This process's coordinate among those that share a batch, and the groups that span them.
 
     The last level is the innermost: ranks are counted along it first, as in a DeviceMesh.
     """
@@ -37,17 +39,17 @@ class Ranks:
         return size
 
     @property
-    def place(self) -> Place:
+    def coordinate(self) -> Coordinate:
         return tuple(level.rank for level in self.levels)
 
     @property
     def rank(self) -> int:
-        return self.rank_of(self.place)
+        return self.rank_of(self.coordinate)
 
-    def rank_of(self, place: Place) -> int:
-        """Rank of the process at that place."""
+    def rank_of(self, coordinate: Coordinate) -> int:
+        """Rank of the process at that coordinate."""
         rank = 0
-        for index, level in zip(place, self.levels, strict=True):
+        for index, level in zip(coordinate, self.levels, strict=True):
             rank = rank * level.size + index
         return rank
 
@@ -56,12 +58,24 @@ class Ranks:
         # all_gather_single is the later name; torch releases that have it warn about the other
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         shape = tensor.shape
-        for level in reversed(self.levels):
-            if level.size > 1:
-                out = tensor.new_empty((level.size * tensor.numel(),))
-                all_gather(out, tensor.reshape(-1), group=level.group)
-                tensor = out
+        with explained("gathering", self.rank, self.size):
+            for level in reversed(self.levels):
+                if level.size > 1:
+                    out = tensor.new_empty((level.size * tensor.numel(),))
+                    all_gather(out, tensor.reshape(-1), group=level.group)
+                    tensor = out
         return tensor.reshape(self.size, *shape)
+
+
+@contextmanager
+def explained(action: str, rank: int, size: int) -> Iterator[None]:
+    """Have a failed collective say what it was for and what may be the matter."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"group: {action} failed on rank {rank} of {size}; has another rank stopped? {error}"
+        ) from error
 
 
 def of_group(group: Any) -> Ranks:
@@ -87,7 +101,7 @@ def _groups(group: Any) -> tuple[Any, ...]:
         raise ValueError(
             f"group: expected None where torch.distributed is not initialised, got {group!r}"
         )
-    if isinstance(group, (dist.ProcessGroup, type(dist.GroupMember.NON_GROUP_MEMBER))):
+    if isinstance(group, dist.ProcessGroup) or _is_no_member(group):
         return (group,)
     mesh = sys.modules.get("torch.distributed.device_mesh")
     if mesh is not None and isinstance(group, mesh.DeviceMesh):
@@ -99,13 +113,21 @@ def _groups(group: Any) -> tuple[Any, ...]:
     )
 
 
+def _is_no_member(group: Any) -> bool:
+    """Whether ``new_group`` returned this to a rank that it left out: an object or a number."""
+    nobody = dist.GroupMember.NON_GROUP_MEMBER
+    return type(group) is type(nobody) and bool(group == nobody)
+
+
 def check_device(ranks: Ranks, device: torch.device) -> None:
     """Raise ValueError unless the groups can move tensors of that device."""
     for level in ranks.levels:
         config = dist.get_backend_config(level.group)  # "cpu:gloo,cuda:nccl"
-        kinds = [part.split(":")[0] for part in config.split(",")]
-        if device.type not in kinds:
+        backends = dict(part.split(":") for part in config.split(","))
+        if device.type == "cuda" and backends.get("cuda") == "gloo":
+            del backends["cuda"]  # it has no point-to-point messages there
+        if device.type not in backends:
             raise ValueError(
                 f"group: expected a group for {device.type} tensors, "
-                f"got one of backend {dist.get_backend(level.group)!r} for {', '.join(kinds)}"
+                f"got one of backend {dist.get_backend(level.group)!r} for {', '.join(backends)}"
             )

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from infloss.distributed.call import Call, Sides
+from infloss.distributed.call import Call, Coefficients
 from infloss.distributed.exchange import (
     Pending,
     PointToPoint,
@@ -18,7 +18,7 @@ from infloss.distributed.exchange import (
     Tensors,
     circulate,
 )
-from infloss.distributed.ranks import Level, Place
+from infloss.distributed.ranks import Coordinate, Level
 from infloss.distributed.shards import SubBlock
 from infloss.distributed.statistics import Statistics, merge_columns
 from infloss.ops import inverse_norms
@@ -70,7 +70,7 @@ class Ring:
         y: Tensor,
         logit_scale: Tensor,
         target: Tensor | None,
-        sides: Sides,
+        coefficients: Coefficients,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's rows and columns, and its part of logit_scale's."""
         call = self._call
@@ -83,7 +83,7 @@ class Ring:
 
         def visit(start: int, features: Tensors) -> Tensors:
             block, *packed = features
-            seen = sides.of_columns(*packed)
+            seen = coefficients.of_columns(*packed)
             parts = call.grad(x, block, x_inv, logit_scale, target, start, seen)
             for total, part, needed in zip((dx, dscale), parts[::2], call.needs[::2], strict=True):
                 if needed:
@@ -93,7 +93,7 @@ class Ring:
         def merge(ours: Tensors, earlier: Tensors) -> Tensors:
             return (earlier[0] + ours[0],)
 
-        for span, made in self._rounds((y, *sides.packed_columns()), visit, merge):
+        for span, made in self._rounds((y, *coefficients.packed_columns()), visit, merge):
             if need_y:
                 dy[span] = made[0]
         return dx.to(x.dtype), dy, dscale
@@ -109,7 +109,7 @@ class Ring:
         coming_home: tuple[slice, Pending] | None = None
         for index in range(blocks):
             block = SubBlock(call.ranks, call.keys, index, blocks)
-            mine = block.span(call.ranks.place)
+            mine = block.span(call.ranks.coordinate)
             own = tuple(tensor[mine] for tensor in features)
             made = circulate(self._levels, own, block.rows, partial(_visit, visit, block), merge)
             if coming_home is not None:
@@ -119,5 +119,5 @@ class Ring:
             yield coming_home[0], coming_home[1].wait()
 
 
-def _visit(visit: Visit, block: SubBlock, place: Place, tensors: Tensors) -> Tensors:
-    return visit(block.start(place), tensors)
+def _visit(visit: Visit, block: SubBlock, coordinate: Coordinate, tensors: Tensors) -> Tensors:
+    return visit(block.start(coordinate), tensors)

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from infloss.distributed.call import Call, Sides
+from infloss.distributed.call import Call, Coefficients
 from infloss.distributed.gather import Gather
 from infloss.distributed.ring import Ring
 from infloss.distributed.statistics import Statistics
@@ -13,15 +13,23 @@ from infloss.portable import stats_dtype
 
 
 class Strategy(Protocol):
-    """Covers S of all ranks; ``columns`` is what ``lse`` and ``grad`` take as ``y``."""
+    """Covers S of all ranks: b rows of each against N columns in all.
+
+    Every rank calls; each method communicates, and raises RuntimeError where a rank has stopped.
+    """
 
     name: str
 
-    def columns(self, y: Tensor) -> Tensor: ...
+    def columns(self, y: Tensor) -> Tensor:
+        """From this rank's columns [n, D], what is kept for both passes: [n, D] or [N, D]."""
+        ...
 
-    def lse(
-        self, x: Tensor, y: Tensor, logit_scale: Tensor, target: Tensor | None
-    ) -> Statistics: ...
+    def lse(self, x: Tensor, y: Tensor, logit_scale: Tensor, target: Tensor | None) -> Statistics:
+        """Statistics of this rank's rows over all columns, and of its columns over all rows.
+
+        ``x`` is [b, D], ``y`` what :meth:`columns` gave, ``target`` [b] int64 columns of N or None.
+        """
+        ...
 
     def grad(
         self,
@@ -29,8 +37,13 @@ class Strategy(Protocol):
         y: Tensor,
         logit_scale: Tensor,
         target: Tensor | None,
-        sides: Sides,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+        coefficients: Coefficients,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of this rank's rows [b, D] and columns [n, D], and its part [] of the scale's.
+
+        Those of the features in their dtype; of what is not needed, anything.
+        """
+        ...
 
 
 def gathered_bytes(columns: int, dim: int, dtype: torch.dtype) -> int:
@@ -47,7 +60,8 @@ def choose(strategy: str, call: Call, dim: int, dtype: torch.dtype) -> Strategy:
     """
     if strategy == "gather":
         return Gather(call)
-    fits = gathered_bytes(call.keys.total, dim, dtype) <= call.workspace
+    columns = call.ranks.size * call.keys.largest  # collectives pad every shard to the largest
+    fits = gathered_bytes(columns, dim, dtype) <= call.workspace
     if strategy == "auto" and len(call.ranks.levels) == 1 and fits:
         return Gather(call)
     return Ring(call)
