@@ -101,10 +101,10 @@ def contrastive_loss(
             with norm <= 1e-12 has similarity 0 to all and zero gradient; norms stay below 1e19
             (1e154 for float64), beyond which their squares overflow.
         reduction: "mean", "sum", or "none" (one value a pair).
-        group: None: the loss of this process's own batch. A ProcessGroup, or a DeviceMesh of one
-            or two dimensions (nodes by ranks): each rank passes its shard of the batch, any number
-            of pairs, and gets the loss of the whole batch; with reduction "none" that of its own
-            pairs against the whole batch. All ranks call, forward and backward.
+        group: None: the loss of this process's own batch. A ProcessGroup, or a DeviceMesh
+            with its outermost dimension first (nodes by ranks): each rank passes its shard of the
+            batch, any number of pairs, and gets the loss of the whole batch; with reduction "none"
+            that of its own pairs against the whole batch. All ranks call, forward and backward.
         strategy: how a group's batch is spread. "ring": one side's features travel in sub-blocks,
             memory O(b D) for a shard of b pairs. "gather": one all-gather and one reduce-scatter,
             memory O(B D) for the whole batch. "auto": "gather" where what it gathers fits the
@@ -122,7 +122,8 @@ def contrastive_loss(
 
     Raises:
         TypeError, ValueError: before anything runs, naming argument, got and expected. In a group
-            all ranks raise the same ValueError if one is wrong or they disagree.
+            all ranks raise the same ValueError if one is wrong or they disagree; a ``group`` that
+            cannot be used, and anything under ``assume_even``, is an error of that rank alone.
         NotImplementedError: in backward, for a second derivative.
         RuntimeError: a rank of the group has stopped; within the group's timeout.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -100,7 +101,7 @@ def mesh_step_of_rank(group: Any, shape: tuple[int, ...], block_rows: int) -> An
 
 
 @pytest.mark.parametrize("block_rows", [3, 100])
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4), (4,)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4), (4,), (2, 1, 2)], ids=str)
 def test_a_mesh_of_nodes_and_ranks(world: World, shape: tuple[int, ...], block_rows: int) -> None:
     """Nested rings: the inner one goes round once a step of the outer one."""
     parts = world.run(mesh_step_of_rank, 4, shape, block_rows)
@@ -111,6 +112,24 @@ def test_a_mesh_of_nodes_and_ranks(world: World, shape: tuple[int, ...], block_r
     torch.testing.assert_close(torch.cat([part[1] for part in parts]) / 4, dx)
     torch.testing.assert_close(torch.cat([part[2] for part in parts]) / 4, dy)
     torch.testing.assert_close(sum(part[3] for part in parts) / 4, dscale)
+
+
+def losses_on_slices(group: Any) -> list[Tensor]:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    x, y = (shard(side, group) for side in batch())
+    slices = [mesh["a", "c"], mesh["b", "c"], mesh["a"]]
+    return [infloss.contrastive_loss(x, y, 20.0, group=one) for one in slices]
+
+
+def test_slices_of_a_mesh_that_share_an_inner_group(world: World) -> None:
+    """Two batches of two ranks each on either slice, whose innermost group is one rank's."""
+    found = world.run(losses_on_slices, 4)
+    shards = list(zip(*(side.split(SIZES) for side in batch()), strict=True))
+    for rank, (along_a, along_b, flat) in enumerate(found):
+        for loss, pair in [(along_a, (rank % 2, rank % 2 + 2)), (along_b, (rank & 2, rank | 1))]:
+            x, y = (torch.cat([shards[one][side] for one in pair]) for side in (0, 1))
+            torch.testing.assert_close(loss, infloss.contrastive_loss(x, y, 20.0))
+        torch.testing.assert_close(flat, along_a)
 
 
 def chosen(group: Any, limit: int, size: int) -> str:
@@ -258,6 +277,19 @@ def test_the_module(world: World) -> None:
         torch.testing.assert_close(part[0], loss.detach())
     mean = torch.stack([part[1] for part in parts]).mean(0)
     torch.testing.assert_close(mean, criterion.log_logit_scale.grad)
+
+
+def copies_of_module(group: Any) -> bool:
+    criterion = infloss.ContrastiveLoss(10.0, group=group)
+    average = copy.deepcopy(criterion)  # as an average of weights over steps begins
+    x, y = (shard(side, group) for side in batch())
+    assert average.group is group
+    assert average.log_logit_scale is not criterion.log_logit_scale
+    return torch.equal(average(x, y), criterion(x, y))
+
+
+def test_a_copy_of_the_module_shares_its_group(world: World) -> None:
+    assert world.run(copies_of_module, 4) == [True] * 4
 
 
 def gathered(group: Any, grad_reduction: str) -> tuple[Tensor, Tensor, bool]:
