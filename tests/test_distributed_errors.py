@@ -336,7 +336,7 @@ def gather_other(group: Any, wrong: str) -> None:
         tensor = {
             "list": [1.0],
             "sparse": torch.ones(2, 3).to_sparse(),
-            "dtype": torch.ones(2, 3, dtype=torch.int64),
+            "no rows": torch.ones(()),
             "shape": torch.ones(2, 4),
         }[wrong]
     infloss.all_gather(tensor, group)
@@ -346,8 +346,7 @@ WRONG_ROWS = {
     "list": "group: refused on rank 1: tensor: expected a torch.Tensor, got list",
     "sparse": "group: refused on rank 1: tensor: expected a dense (strided) tensor, "
     "got a torch.sparse_coo one",
-    "dtype": "group: refused on rank 1: tensor: expected a floating tensor with at least one "
-    "dimension, got torch.int64 with shape [2, 3]",
+    "no rows": "group: refused on rank 1: tensor: expected at least one dimension, got shape []",
     "shape": f"shape of a row: {SAME} [3] on ranks 0, 2; [4] on rank 1",
 }
 

@@ -54,7 +54,7 @@ def all_gather(tensor: Tensor, group: Any = None, *, grad_reduction: str = "mean
     used after the gather have a whole gradient on every rank, which is to be averaged either way.
 
     Args:
-        tensor: [b, ...] floating; all dimensions but the first, and the dtype, the same everywhere.
+        tensor: [b, ...]; all dimensions but the first, and the dtype, the same everywhere.
         group: a ProcessGroup or a DeviceMesh; None: all ranks of the world.
         grad_reduction: "mean" or "sum": what the trainer does with gradients over ranks.
 
@@ -70,11 +70,8 @@ def all_gather(tensor: Tensor, group: Any = None, *, grad_reduction: str = "mean
 
     def check() -> None:
         checks.dense("tensor", tensor)
-        if not tensor.is_floating_point() or tensor.dim() == 0:
-            raise ValueError(
-                "tensor: expected a floating tensor with at least one dimension, "
-                f"got {tensor.dtype} with shape {list(tensor.shape)}"
-            )
+        if tensor.dim() == 0:
+            raise ValueError("tensor: expected at least one dimension, got shape []")
         checks.one_of("grad_reduction", grad_reduction, checks.GRAD_REDUCTIONS)
         check_device(ranks, tensor.device)
 
