@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,8 +281,6 @@ def test_nothing_is_kept_after_backward() -> None:
 
     loss = cached_loss(loss_fn, [(model, x, 4), (model, x, 4)])
     loss.backward()
-    import weakref
-
     (mark,) = [weakref.ref(one) for one in outputs]
     outputs.clear()
     del loss
@@ -352,4 +351,4 @@ def test_very_small_batches(count: int) -> None:
     )[1]
     assert model.rows == [count, count]
     assert all(one is not None and (count > 0 or not one.any()) for one in found)
-    assert DIM == found[-1].numel()
+    assert found[-1].numel() == DIM

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from infloss.checks import DTYPES
 from infloss.grad_cache.buffers import batch_norms
 from infloss.grad_cache.encoder import Encoder
 from infloss.grad_cache.step import Step
@@ -59,8 +60,8 @@ def cached_loss(
         raise TypeError(f"towers: expected a list of towers, got {type(towers).__name__}")
     if not towers:
         raise ValueError("towers: expected at least one, got none")
-    if cache_dtype is not None and not cache_dtype.is_floating_point:
-        raise TypeError(f"cache_dtype: expected a floating dtype or None, got {cache_dtype}")
+    if cache_dtype not in (None, *DTYPES):
+        raise TypeError(f"cache_dtype: expected a floating dtype or None, got {cache_dtype!r}")
     names = [f"towers[{index}]" for index in range(len(towers))]
     checked = [tower_of(name, tower) for name, tower in zip(names, towers, strict=True)]
     encoders = [

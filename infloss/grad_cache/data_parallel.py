@@ -22,13 +22,24 @@ class DataParallel:
         # a graph is reduced, or not, by what its forward pass was under
         self._wanted = {one: one.require_backward_grad_sync for one in self._modules}
         self._last: dict[nn.Module, Turn] = {}
-        self._around = _Around(found) if DistributedDataParallel._active_ddp_module else None
+        self._called: dict[Turn, set[nn.Module]] = {}
+        self._names = {
+            parameter: name
+            for one in found
+            for name, parameter in one.named_parameters(recurse=False)
+            if parameter.requires_grad
+        }
+        self._quiet = False  # whether the turn's gradients are to pass no hook
+        self._inside = _is_inside_wrapper()
+        self._totals: dict[nn.Parameter, Tensor] = {}
 
     @contextlib.contextmanager
     def watching(self, turn: Turn) -> Iterator[None]:
         """Note which modules a turn calls."""
+        called = self._called[turn] = set()
 
         def note(module: nn.Module, _: object) -> None:
+            called.add(module)
             self._last[module] = turn
 
         with contextlib.ExitStack() as stack:
@@ -40,11 +51,15 @@ class DataParallel:
     def taking(self, turn: Turn) -> Iterator[None]:
         """Have each module reduce its gradients if this is its last turn, and only then."""
         with contextlib.ExitStack() as stack:
+            self._quiet = False
             for one in self._modules:
-                before = one.require_backward_grad_sync
-                stack.callback(setattr, one, "require_backward_grad_sync", before)
-                one.require_backward_grad_sync = self._wanted[one] and self._last.get(one) == turn
+                reduces = self._wanted[one] and self._last.get(one) == turn
+                stack.enter_context(_set(one, "require_backward_grad_sync", reduces))
                 stack.enter_context(live_graphs.uncounted(one))
+                if one.static_graph and not reduces:
+                    # its first step counts the gradients of each parameter; of all turns, too
+                    stack.enter_context(_set(one, "_static_graph_delay_allreduce_enqueued", True))
+                    self._quiet |= one in self._called.get(turn, ())
             yield
 
     def watch_graphs(self) -> None:
@@ -61,54 +76,54 @@ class DataParallel:
 
     def backward(self, outputs: list[Tensor], grads: list[Tensor], leaves: list[Tensor]) -> None:
         """Back-propagate one turn, into the ``.grad`` of ``leaves``, too."""
-        if self._around is None:
+        if not (self._inside or self._quiet):
             torch.autograd.backward(outputs, grads)
-        else:
-            self._around.backward(outputs, grads, leaves)
-
-    def finish(self) -> None:
-        """Hand over what no turn has."""
-        if self._around is not None:
-            self._around.finish()
-
-
-class _Around:
-    """Towers called inside the forward pass of a DDP module that holds them.
-
-    Its reducer takes the first gradient of a parameter for the only one. So the turns' gradients
-    are added up here, and each parameter gets their sum at the end.
-    """
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        outer = DistributedDataParallel._active_ddp_module
-        assert outer is not None
-        if outer.find_unused_parameters and not outer.static_graph:
-            raise RuntimeError(
-                "cached_loss: expected find_unused_parameters=False of a DistributedDataParallel "
-                "module that calls it in its forward pass, got True, which would take the towers' "
-                "parameters for unused ones; wrap the towers instead"
-            )
-        parameters = [
-            (name, parameter)
-            for one in modules
-            for name, parameter in one.named_parameters(recurse=False)
-            if parameter.requires_grad
-        ]
-        self._names = {parameter: name for name, parameter in parameters}
-        self._totals: dict[nn.Parameter, Tensor] = {}
-
-    def backward(self, outputs: list[Tensor], grads: list[Tensor], leaves: list[Tensor]) -> None:
+            return
         parameters = list(self._names)
         found = torch.autograd.grad(outputs, [*parameters, *leaves], grads, allow_unused=True)
-        for parameter, grad in zip(parameters, found, strict=False):
-            if grad is not None:
-                total = self._totals.get(parameter)
-                self._totals[parameter] = grad if total is None else total + grad
         for leaf, grad in zip(leaves, found[len(parameters) :], strict=True):
             leaf.grad = grad
+        for parameter, grad in zip(parameters, found, strict=False):
+            if grad is not None:
+                self._add(parameter, grad)
+
+    def _add(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        total = self._totals.get(parameter) if self._inside else parameter.grad
+        total = grad.clone() if total is None else total + grad
+        if self._inside:
+            self._totals[parameter] = total
+        else:
+            parameter.grad = total
 
     def finish(self) -> None:
-        live_graphs.refuse_in_this_backward(
-            (self._names[parameter], parameter) for parameter in self._totals
+        """Give each parameter of a module around all this its one gradient."""
+        live_graphs.refuse_in_this_backward((self._names[one], one) for one in self._totals)
+        if self._totals:
+            torch.autograd.backward(list(self._totals), list(self._totals.values()))
+
+
+def _is_inside_wrapper() -> bool:
+    """Whether this runs in the forward pass of a DDP module.
+
+    Its reducer takes the first gradient of a parameter for the only one.
+    """
+    outer = DistributedDataParallel._active_ddp_module
+    if outer is None:
+        return False
+    if outer.find_unused_parameters and not outer.static_graph:
+        raise RuntimeError(
+            "cached_loss: expected find_unused_parameters=False of a DistributedDataParallel "
+            "module that calls it in its forward pass, got True, which would take the towers' "
+            "parameters for unused ones; wrap the towers instead"
         )
-        torch.autograd.backward(list(self._totals), list(self._totals.values()))
+    return True
+
+
+@contextlib.contextmanager
+def _set(module: nn.Module, name: str, value: bool) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)

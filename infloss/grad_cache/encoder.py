@@ -12,7 +12,7 @@ from infloss.grad_cache.inputs import Chunk
 from infloss.grad_cache.modules import device_of, modules_of
 from infloss.grad_cache.moment import Moment
 from infloss.grad_cache.representations import Layout, Outputs, join
-from infloss.grad_cache.sharded import most_chunks, refuse_deepspeed
+from infloss.grad_cache.sharded import most_chunks, refuse_deepspeed, reshard
 from infloss.grad_cache.tower import Tower
 
 # of outputs, their gradients and the inputs that want one
@@ -30,8 +30,9 @@ class Encoder:
         self.name, self.model, self.dtype = name, tower.model, dtype
         self.modules = list(tower.modules or modules_of(tower.model))
         refuse_deepspeed(name, self.modules)
+        reshard(self.modules)
         self.chunks = tower.chunks(name)
-        self.turns = len(self.chunks)
+        self.turns = most_chunks(self.modules, len(self.chunks))
         self.is_trainable = _is_trainable(self.modules, self.inputs())
         self._device = device_of(self.modules)
         self._versions = _versions(tower.model)
@@ -60,7 +61,6 @@ class Encoder:
             with watching:
                 outputs.append(self._call(chunk.copy(self._device)))
             self._changed.append(tracked.changes())
-        self.turns = most_chunks(self.modules, len(self.chunks))
         for turn in range(len(self.chunks), self.turns):
             with buffers.kept(self._changed[-1]):
                 self._call_again(turn, self.chunks[-1].copy(self._device))
@@ -78,7 +78,7 @@ class Encoder:
                 f"{self.name}: inputs: expected as they were until backward has run, "
                 "got tensors edited in place since"
             )
-        if _versions(self.model) != self._versions:
+        if any(one._version != version for one, version in self._versions.items()):
             raise RuntimeError(
                 f"{self.name}: model: expected its parameters as they were until backward has run, "
                 "got ones changed since, as by an optimizer's step"
@@ -105,7 +105,7 @@ class Encoder:
     def _grad_of(self, turn: int, path: str, tensor: Tensor, grad: Tensor | None) -> Tensor | None:
         if turn >= len(self.chunks):
             return torch.zeros_like(tensor)
-        if grad is None and (turn == 0 or tensor.dim() > 0):
+        if grad is None and (turn == len(self.chunks) - 1 or tensor.dim() > 0):
             raise ValueError(
                 f"{path}: expected a representation that the loss depends on, got one that it "
                 "does not; return from the tower only what the loss uses"

@@ -57,11 +57,14 @@ class Layout:
         )
 
     def split(self, grads: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
-        """Each chunk's part of the tensors' gradients. A shared one's is the first chunk's."""
+        """Each chunk's part of the tensors' gradients.
+
+        A shared one's is the last chunk's, in whose turn DDP waits for every parameter.
+        """
         parts: list[Sequence[Tensor | None]] = []
         for grad, sizes in zip(grads, self.sizes, strict=True):
             if grad is None or not sizes:
-                parts.append([grad] + [None] * (self.chunks - 1))
+                parts.append([None] * (self.chunks - 1) + [grad])
             else:
                 parts.append(grad.split(sizes))
         return [list(one) for one in zip(*parts, strict=True)]

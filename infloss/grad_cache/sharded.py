@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from infloss.distributed import header
 from infloss.distributed.ranks import of_group
@@ -25,6 +26,13 @@ def refuse_deepspeed(name: str, modules: Iterable[nn.Module]) -> None:
                 f"{name}: model: expected no DeepSpeed ZeRO stage above 1, got stage {stage}, "
                 "which takes gradients away during each backward pass; use FSDP2 (fully_shard)"
             )
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Let go of whole parameters that a forward pass has left, so that all are seen as sharded."""
+    for module in submodules(modules):
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def most_chunks(modules: Iterable[nn.Module], count: int) -> int:
