@@ -334,9 +334,11 @@ def gathered_step(group: Any) -> list[list[Tensor]]:
     def loss(_: Any, x: Tensor, y: Tensor) -> Tensor:
         start = sum(SIZES[: dist.get_rank(group)])
         target = torch.arange(start, start + len(x))
-        with_target = lambda a, b: loss_fn(
-            a, b, target=target, scale=torch.tensor(0.3, dtype=torch.float64)
-        )  # noqa: E731
+        scale = torch.tensor(0.3, dtype=torch.float64)
+
+        def with_target(a: Tensor, b: Tensor) -> Tensor:
+            return loss_fn(a, b, target=target, scale=scale)
+
         return cached_loss(with_target, [(img, x, CHUNK), (txt, y, CHUNK)])
 
     shard = lambda x: x.split(SIZES)[dist.get_rank(group)]  # noqa: E731
