@@ -1,45 +1,54 @@
 """Two small towers: a residual CNN for pictures and a bag of hashed n-grams for texts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from emoji_data import BUCKETS
 from ranks import BatchNorm2d, Dropout, Rows
 
 DIM = 128
 WIDTH = 32
+LARGE_WIDTH = 64
+GROUPS = 8
 TEXT_WIDTH = 192
 DROPOUT = 0.1
 TEXT_DROPOUT = 0.2
 EMBEDDING_STD = 0.3
 
 
+Norm = Callable[[int], nn.Module]  # of so many channels
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """What to take where a batch runs in chunks: a picture's output depends on no other."""
+    return nn.GroupNorm(GROUPS, channels)
+
+
 class Residual(nn.Module):
     """[B, C, H, W] -> [B, C, H, W]: two 3x3 convolutions beside an identity."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            BatchNorm2d(channels),
+            norm(channels),
             nn.ReLU(),
             nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-            BatchNorm2d(channels),
+            norm(channels),
         )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x + self.body(x))
 
 
-def downsample(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
+def downsample(inputs: int, outputs: int, kernel: int, norm: Norm) -> nn.Sequential:
     """[B, inputs, H, W] -> [B, outputs, H/2, W/2]."""
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel, stride=2, padding=kernel // 2 - 1, bias=False),
-        BatchNorm2d(outputs),
+        norm(outputs),
         nn.ReLU(),
     )
 
@@ -47,37 +56,25 @@ def downsample(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
 class ImageTower(nn.Module):
     """[B, 3, 32, 32] -> [B, DIM]; one head sees where things are, one only what there is."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, norm: Norm = BatchNorm2d) -> None:
         super().__init__()
         self.trunk = nn.Sequential(
-            downsample(3, WIDTH, kernel=4),
-            Residual(WIDTH),
-            downsample(WIDTH, 2 * WIDTH, kernel=2),
-            Residual(2 * WIDTH),
-            downsample(2 * WIDTH, 4 * WIDTH, kernel=2),
-            Residual(4 * WIDTH),
+            downsample(3, width, kernel=4, norm=norm),
+            Residual(width, norm),
+            downsample(width, 2 * width, kernel=2, norm=norm),
+            Residual(2 * width, norm),
+            downsample(2 * width, 4 * width, kernel=2, norm=norm),
+            Residual(4 * width, norm),
         )
         cells = (32 // 8) ** 2
         self.dropout = Dropout(DROPOUT)
-        self.placed = nn.Linear(4 * WIDTH * cells, DIM)
-        self.pooled = nn.Linear(4 * WIDTH, DIM)
+        self.placed = nn.Linear(4 * width * cells, DIM)
+        self.pooled = nn.Linear(4 * width, DIM)
 
     def forward(self, images: Tensor, rows: Rows | None = None) -> Tensor:
         features = self.trunk(images)
         placed = self.placed(self.dropout(features.flatten(1), rows))
         return placed + self.pooled(features.mean((2, 3)))
-
-    def forward_in_chunks(self, images: Tensor, chunks: Sequence[Rows]) -> Tensor:
-        """The same chunk by chunk; backward computes their activations again.
-
-        Memory is that of one chunk. Batch norm sees each chunk by itself.
-        """
-        parts = images.split([len(rows.own) for rows in chunks])
-        outputs = [
-            checkpoint(self, part, rows, use_reentrant=False)
-            for part, rows in zip(parts, chunks, strict=True)
-        ]
-        return torch.cat(outputs)
 
 
 class TextTower(nn.Module):
@@ -100,7 +97,7 @@ class TextTower(nn.Module):
 class TwoTower(nn.Module):
     """Both towers; features are left as they are, since the loss normalises them."""
 
-    def __init__(self) -> None:
+    def __init__(self, image: ImageTower) -> None:
         super().__init__()
-        self.image = ImageTower()
+        self.image = image
         self.text = TextTower()

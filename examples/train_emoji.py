@@ -2,6 +2,7 @@
 
     python train_emoji.py                # two to three minutes on two CPU cores
     python train_emoji.py --full-batch   # every (emoji, language) pair in one batch
+    python train_emoji.py --chunk-size 128  # that through a larger tower, in bounded memory
     torchrun --nproc-per-node 2 train_emoji.py    # each batch shared by two processes or GPUs
 
 prints held-out recall before and after and writes a picture with the numbers as JSON beside it.
@@ -28,7 +29,7 @@ import plot
 import ranks
 from emoji_data import LANGUAGES, EmojiData, Split
 from evaluation import History
-from model import TwoTower
+from model import LARGE_WIDTH, ImageTower, TwoTower, group_norm
 from ranks import Rows, World
 
 HERE = Path(__file__).resolve().parent
@@ -37,7 +38,6 @@ LEARNING_RATE, FULL_BATCH_LEARNING_RATE = 2e-3, 4e-3
 WEIGHT_DECAY = 0.1
 WARMUP_SHARE = 0.1
 MAX_LOGIT_SCALE = 100.0
-CHUNK = 256  # pictures through the image tower at once under --full-batch
 EVALUATIONS = 20
 MIB = 2**20
 
@@ -100,15 +100,24 @@ class Objective(nn.Module):
     def forward(
         self, pictures: Tensor, captions: tuple[Tensor, Tensor], chunks: Sequence[Rows], copies: int
     ) -> infloss.ContrastiveOutput:
-        """Loss of the whole batch, of which ``pictures`` and ``captions`` are this rank's share."""
+        """Loss of the whole batch, of which ``pictures`` and ``captions`` are this rank's share.
+
+        The image tower takes a chunk at a time, if there are several.
+        """
         rows = ranks.join(chunks)
         txt = self.model.text(*captions, rows.repeat_interleave(copies))
-        if copies == 1:
-            img = self.model.image(pictures, rows)
-        else:
-            img = self.model.image.forward_in_chunks(pictures, chunks)
-            img = img.repeat_interleave(copies, dim=0)
-        return self.loss(img, txt, return_stats=True)
+
+        def loss_of(img: Tensor) -> infloss.ContrastiveOutput:
+            return self.loss(img.repeat_interleave(copies, dim=0), txt, return_stats=True)
+
+        def split(pictures: Tensor, _: int) -> list[list[Tensor | Rows]]:
+            parts = pictures.split([len(chunk.own) for chunk in chunks])
+            return [[part, chunk] for part, chunk in zip(parts, chunks, strict=True)]
+
+        if len(chunks) == 1:
+            return loss_of(self.model.image(pictures, rows))
+        tower = infloss.Tower(self.model.image, pictures, chunks[0].total, split=split)
+        return infloss.cached_loss(loss_of, [tower])
 
 
 def in_batch_match(stats: infloss.ContrastiveOutput, copies: int, world: World) -> dict[str, str]:
@@ -124,12 +133,21 @@ def in_batch_match(stats: infloss.ContrastiveOutput, copies: int, world: World) 
 
 
 class Trainer:
-    """A model, its loss with a learnable scale, and AdamW on a one-cycle schedule."""
+    """A model, its loss with a learnable scale, and AdamW on a one-cycle schedule.
+
+    ``chunk_size`` pictures of a batch run through their tower at once; None: all of it.
+    """
 
     def __init__(
-        self, model: TwoTower, data: EmojiData, steps: int, lr: float, world: World
+        self,
+        model: TwoTower,
+        data: EmojiData,
+        steps: int,
+        lr: float,
+        chunk_size: int | None,
+        world: World,
     ) -> None:
-        self.data, self.world = data, world
+        self.data, self.chunk_size, self.world = data, chunk_size, world
         loss = infloss.ContrastiveLoss(max_logit_scale=MAX_LOGIT_SCALE, group=world.group)
         self.loss = loss.to(world.device)
         self.objective = world.data_parallel(Objective(model, self.loss))
@@ -143,20 +161,33 @@ class Trainer:
             self.optimizer, lr, total_steps=steps + 1, pct_start=WARMUP_SHARE, cycle_momentum=False
         )
 
-    def step(self, batch: Batch) -> infloss.ContrastiveOutput:
-        """One update of both towers and the scale, from this rank's share of the batch."""
+    def forward(self, batch: Batch, chunk_size: int | None) -> infloss.ContrastiveOutput:
+        """Loss of this rank's share of the batch."""
         count, copies = len(batch.emoji), batch.copies
-        chunks = self.world.shares(count, count if copies == 1 else CHUNK)
+        chunks = self.world.shares(count, chunk_size or count)
         rows = ranks.join(chunks)
         pictures = emoji_data.augment(emoji_data.pictures(self.data, batch.emoji[rows.own]), rows)
         own = [batch.captions[i] for i in rows.repeat_interleave(copies).own]
         captions = emoji_data.hash_captions(own, pictures.device)
-        stats = self.objective(pictures, captions, chunks, copies)
+        return self.objective(pictures, captions, chunks, copies)
+
+    def step(self, batch: Batch) -> infloss.ContrastiveOutput:
+        """One update of both towers and the scale."""
+        stats = self.forward(batch, self.chunk_size)
         self.optimizer.zero_grad()
         stats.loss.backward()
         self.optimizer.step()
         self.schedule.step()
         return stats
+
+    def gradient(self, batch: Batch, chunk_size: int | None) -> Tensor:
+        """Of every parameter, in one vector, without dropout."""
+        self.objective.eval()
+        self.optimizer.zero_grad()
+        torch.manual_seed(0)  # the pictures' shifts
+        self.forward(batch, chunk_size).loss.backward()
+        gradients = [one.grad for one in self.objective.parameters() if one.grad is not None]
+        return torch.cat([one.flatten() for one in gradients])
 
 
 def steps_of(data: EmojiData, train: np.ndarray, args: argparse.Namespace) -> int:
@@ -172,7 +203,7 @@ def train(
     """Train in place with a progress bar, looking at held-out recall now and then."""
     steps = steps_of(data, halves.train, args)
     lr = FULL_BATCH_LEARNING_RATE if args.full_batch else LEARNING_RATE
-    trainer, history = Trainer(model, data, steps, lr, world), History()
+    trainer, history = Trainer(model, data, steps, lr, args.chunk_size, world), History()
     every = max(1, args.epochs // EVALUATIONS)
     quiet = not world.is_main
     with tqdm(total=steps, unit="step", dynamic_ncols=True, disable=quiet) as bar:
@@ -191,6 +222,23 @@ def train(
                 history.evaluated_at.append(len(history.loss))
                 history.recall.append(evaluation.recall(similarities))
     return history
+
+
+def chunking_report(
+    model: TwoTower, data: EmojiData, halves: Split, args: argparse.Namespace, world: World
+) -> str:
+    """The gradient of the whole batch in chunks beside that of one piece, and what either holds."""
+    trainer = Trainer(model, data, 1, FULL_BATCH_LEARNING_RATE, None, world)
+    batch = next(whole_epoch(data, halves.train, np.random.default_rng(args.seed)))
+    chunked = trainer.gradient(batch, args.chunk_size)
+    peak = peak_memory(world.device)
+    whole = trainer.gradient(batch, None)
+    difference = ((chunked - whole).norm() / whole.norm()).item()
+    return (
+        f"gradient in chunks of {args.chunk_size} beside that in one piece: relative difference "
+        f"{difference:.1e}; peak memory {peak / MIB:,.0f} MiB and "
+        f"{peak_memory(world.device) / MIB:,.0f} MiB"
+    )
 
 
 def peak_memory(device: torch.device) -> int:
@@ -227,11 +275,18 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--batch-size", type=positive, default=256, help="pairs a step, at most")
     parser.add_argument("--full-batch", action="store_true", help="all training pairs in one batch")
+    parser.add_argument(
+        "--chunk-size",
+        type=positive,
+        metavar="N",
+        help="--full-batch through a larger image tower, N pictures at a time",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("demo.png"))
     parser.add_argument("--data", type=Path, default=HERE / "data" / "emoji.npz")
     args = parser.parse_args()
+    args.full_batch |= args.chunk_size is not None
     args.epochs = args.epochs or (FULL_BATCH_EPOCHS if args.full_batch else EPOCHS)
     return args
 
@@ -242,7 +297,8 @@ def run(args: argparse.Namespace, world: World) -> None:
     device = world.device
     data = emoji_data.load(args.data).to(device)
     halves = emoji_data.split(data, np.random.default_rng(args.seed))
-    model = TwoTower().to(device)
+    image = ImageTower(LARGE_WIDTH, group_norm) if args.chunk_size else ImageTower()
+    model = TwoTower(image).to(device)
     if not world.is_main:
         train(model, data, halves, args, world)
         return
@@ -275,6 +331,8 @@ def run(args: argparse.Namespace, world: World) -> None:
         pairs = len(halves.train) * len(LANGUAGES)
         print(f"{memory_report(pairs, memory_before, memory_peak, world)}\n")
         result |= {"pairs": pairs, "peak_bytes": memory_peak, "logits_bytes": 4 * pairs**2}
+    if args.chunk_size and world.size == 1:
+        print(f"{chunking_report(model, data, halves, args, world)}\n")
     plot.draw(args.output, history, data, halves.held_out, similarities)
     numbers = args.output.with_suffix(".json")
     numbers.write_text(json.dumps(result, indent=2) + "\n")

@@ -79,6 +79,7 @@ def _target(value: Any, query: Tensor) -> None:
         return
     if not isinstance(value, Tensor):
         raise TypeError(f"target: expected a torch.Tensor or None, got {type(value).__name__}")
+    dense("target", value)
     if value.dtype != torch.int64:
         raise TypeError(f"target: expected torch.int64, got {value.dtype}")
     if value.shape != query.shape[:1]:

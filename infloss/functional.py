@@ -123,7 +123,8 @@ def contrastive_loss(
     Raises:
         TypeError, ValueError: before anything runs, naming argument, got and expected. In a group
             all ranks raise the same ValueError if one is wrong or they disagree; a ``group`` that
-            cannot be used, and anything under ``assume_even``, is an error of that rank alone.
+            cannot be used, and anything under ``assume_even``, is an error of that rank alone. The
+            value of a tensor ``logit_scale`` is not compared.
         NotImplementedError: in backward, for a second derivative.
         RuntimeError: a rank of the group has stopped; within the group's timeout.
 

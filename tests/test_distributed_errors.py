@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -374,6 +375,64 @@ def die(group: Any, when: str, strategy: str) -> float:
         os._exit(1)
     loss.backward()
     return loss.item()
+
+
+def stay_away(group: Any, patience: float) -> float:
+    """Rank 1 does not come to the group's first call."""
+    x = normal(4, 3)
+    if dist.get_rank(group) == 1:
+        time.sleep(patience)
+        return 0.0
+    return float(infloss.contrastive_loss(x, x, group=group))
+
+
+def test_a_rank_that_never_comes() -> None:
+    world = World(3, timeout=2)
+    first, missing, last = world.outcomes(stay_away, range(3), 4.0)
+    world.close()
+    assert missing == 0.0
+    for outcome in (first, last):
+        assert outcome.kind == "RuntimeError"
+        assert re.match(r"group: meeting failed on rank \d of 3; has another", outcome.message)
+
+
+def edited_in_place(group: Any) -> Tensor:
+    x = normal(2, 3, seed=dist.get_rank(group))
+    for one in (x, x.clone().requires_grad_()):
+        gathered = infloss.all_gather(one, group)
+        gathered.mul_(2)
+    assert torch.equal(x, normal(2, 3, seed=dist.get_rank(group)))
+    return gathered.detach()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_gathered_rows_are_the_callers_own(world: World, ranks: int) -> None:
+    expected = 2 * torch.cat([normal(2, 3, seed=rank) for rank in range(ranks)])
+    for found in world.run(edited_in_place, ranks):
+        assert torch.equal(found, expected)
+
+
+def gather_labels(group: Any, dtype: torch.dtype) -> Tensor:
+    rank = dist.get_rank(group)
+    return infloss.all_gather(torch.arange(rank, rank + 2).to(dtype), group)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
+def test_labels_are_gathered_too(world: World, dtype: torch.dtype) -> None:
+    expected = torch.tensor([0, 1, 1, 2, 2, 3]).to(dtype)
+    for found in world.run(gather_labels, 3, dtype):
+        assert torch.equal(found, expected)
+
+
+def scale_of_rank(group: Any) -> float:
+    x = normal(4, 3)
+    scale: Any = 3 if dist.get_rank(group) else 3.0
+    return float(infloss.contrastive_loss(x, x, scale, group=group))
+
+
+def test_the_same_number_in_another_type(world: World) -> None:
+    found = world.run(scale_of_rank, 2)
+    assert found[0] == found[1]
 
 
 def _exit(*args: Any) -> None:

@@ -17,7 +17,9 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, shards: Shards, ranks: Ranks, factor: float) -> Tensor:
         ctx.arguments = (shards, ranks, factor)
-        return gather_rows(rows, shards, ranks)
+        gathered = gather_rows(rows, shards, ranks)
+        # one of its own, for the caller to edit: neither a view nor, of one rank, the input
+        return gathered.clone() if gathered._is_view() or ranks.size == 1 else gathered
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]

@@ -137,11 +137,13 @@ def _cpu_side(level: Level) -> Any:
     by some ranks only would set these apart from the others.
     """
     if level.group not in _cpu_sides:
-        store = dist.PrefixStore(  # type: ignore[attr-defined]
-            "infloss", level.group.get_group_store()
-        )
+        # a connection of its own: a wait on a shared one would keep other groups' threads waiting
+        own = level.group.get_group_store().clone()
+        store = dist.PrefixStore("infloss", own)  # type: ignore[attr-defined]
         timeout = _timeout_of(level.group)
-        _cpu_sides[level.group] = dist.ProcessGroupGloo(store, level.rank, level.size, timeout)
+        own.set_timeout(timeout)
+        with explained("meeting", level.rank, level.size):
+            _cpu_sides[level.group] = dist.ProcessGroupGloo(store, level.rank, level.size, timeout)
     return _cpu_sides[level.group]
 
 

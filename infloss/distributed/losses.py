@@ -147,7 +147,7 @@ class _Asked:
             f"{names[0]}.requires_grad": need_x,
             f"{names[1]}.requires_grad": need_y,
             "logit_scale.requires_grad": need_scale,
-            "logit_scale": "a tensor" if isinstance(scale, Tensor) else scale,
+            "logit_scale": "a tensor" if isinstance(scale, Tensor) else float(scale),
             "workspace limit": config.get_workspace_limit(),
         }
 
