@@ -97,9 +97,10 @@ class DataParallel:
 
     def finish(self) -> None:
         """Give each parameter of a module around all this its one gradient."""
-        live_graphs.refuse_in_this_backward((self._names[one], one) for one in self._totals)
-        if self._totals:
-            torch.autograd.backward(list(self._totals), list(self._totals.values()))
+        totals, self._totals = self._totals, {}
+        live_graphs.refuse_in_this_backward((self._names[one], one) for one in totals)
+        if totals:
+            torch.autograd.backward(list(totals), list(totals.values()))
 
 
 def _is_inside_wrapper() -> bool:
@@ -108,7 +109,7 @@ def _is_inside_wrapper() -> bool:
     Its reducer takes the first gradient of a parameter for the only one.
     """
     outer = DistributedDataParallel._active_ddp_module
-    if outer is None:
+    if outer is None or not torch.is_grad_enabled():
         return False
     if outer.find_unused_parameters and not outer.static_graph:
         raise RuntimeError(

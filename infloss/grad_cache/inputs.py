@@ -41,10 +41,10 @@ class Chunk:
 
         def own(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
-                target = device if device is not None and leaf.device.type == "cpu" else leaf.device
-                moved = leaf.detach().to(target, non_blocking=True)
-                moved = moved.clone() if moved.data_ptr() == leaf.data_ptr() else moved
-                return moved.requires_grad_(leaf.requires_grad)
+                one = leaf.detach()
+                streams = leaf.device.type == "cpu" and device not in (None, leaf.device)
+                one = one.to(device, non_blocking=True) if streams else one.clone()
+                return one.requires_grad_(leaf.requires_grad)
             return list(leaf) if isinstance(leaf, list) else leaf
 
         args, kwargs = nest.rebuild(own, (self.args, self.kwargs))
