@@ -176,6 +176,44 @@ def test_a_function_with_frozen_modules_that_do_not_show() -> None:
     )
 
 
+def test_parameters_that_are_no_modules() -> None:
+    """A frozen module in sight says nothing of what else a function uses."""
+    frozen, x = Encoder().requires_grad_(False), rows()
+    head = torch.eye(DIM, dtype=torch.float64).mul(1.5).requires_grad_()
+    assert_same_step(
+        lambda: cached_loss(contrastive, [(lambda x: frozen(x) @ head, x, 4), (frozen, x, 4)]),
+        lambda: contrastive(frozen(x) @ head, frozen(x)),
+        [head],
+    )
+
+
+def test_a_model_made_in_inference_mode() -> None:
+    x, txt = rows(), Encoder()
+    with torch.inference_mode():
+        frozen = Encoder(1).requires_grad_(False)
+    assert_same_step(
+        lambda: cached_loss(contrastive, [(frozen, x, 4), (txt, x, 4)]),
+        lambda: contrastive(frozen(x), txt(x)),
+        parameters_of(txt),
+    )
+
+
+def test_complex_representations() -> None:
+    model, x = Encoder(), rows()
+
+    def spectrum(x: Tensor) -> Tensor:
+        return torch.fft.rfft(model(x))
+
+    def loss_fn(a: Tensor) -> Tensor:
+        return contrastive(a.real, a.imag)
+
+    assert_same_step(
+        lambda: cached_loss(loss_fn, [(spectrum, x, 4)]),
+        lambda: loss_fn(spectrum(x)),
+        parameters_of(model),
+    )
+
+
 def test_inputs_that_want_gradients() -> None:
     """A chunked tower on top of an ordinary module, whose gradient it takes on."""
     stem, img, txt = nn.Linear(WIDTH, WIDTH).double(), Encoder(1), Encoder(2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,6 +180,62 @@ def ranks_step(group: Any, plan: Plan) -> tuple[list[list[Tensor]], int]:
             yield
 
     return train(model, plan, loss, parameters, shard, quiet, model.log_scale), calls
+
+
+class Parts(nn.Module):
+    """One module that the towers use different parts of, with a buffer that its calls update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.img, self.txt = Encoder(1), Encoder(2)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor | None = None, y: Tensor | None = None) -> Tensor:
+        given, encoder = (x, self.img) if y is None else (y, self.txt)
+        assert given is not None
+        if self.training:
+            self.mean.lerp_(given.detach().sum(0), 0.1)
+        return encoder(given + self.mean)
+
+
+def parts_step(group: Any, flags: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Gradients of three steps, by cached_loss and with the chunks in one graph by hand."""
+    x, y = (side.split(SIZES)[dist.get_rank(group)] for side in batch(0))
+    ours, plain = Parts(), Parts()
+    wrapped = DistributedDataParallel(ours, process_group=group, **flags)
+    average = copy.deepcopy(wrapped)
+    found: list[Any] = []
+    expected: list[Any] = []
+    for _ in range(STEPS):
+        for one in parameters_of(ours, plain):
+            one.grad = None
+        towers = [
+            (lambda x: wrapped(x=x), x, CHUNK),
+            (lambda y: wrapped(y=y), y, CHUNK),
+        ]
+        cached_loss(functools.partial(ring_loss, group), towers).backward()
+        found.append([one.grad.clone() for one in parameters_of(ours)])  # type: ignore
+        dist.broadcast(plain.mean, 0)
+        img = torch.cat([plain(x=part) for part in x.split(CHUNK)])
+        txt = torch.cat([plain(y=part) for part in y.split(CHUNK)])
+        ring_loss(group, img, txt).backward()
+        for one in parameters_of(plain):
+            dist.all_reduce(one.grad.div_(3))  # type: ignore
+        expected.append([one.grad.clone() for one in parameters_of(plain)])  # type: ignore
+    average(x=x).sum().backward()
+    return found, expected
+
+
+def ring_loss(group: Any, img: Tensor, txt: Tensor) -> Tensor:
+    return infloss.contrastive_loss(img, txt, 5.0, group=group)
+
+
+@pytest.mark.parametrize("flags", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_towers_in_parts_of_one_wrapper(world: World, flags: dict[str, Any]) -> None:
+    """The last chunk reaches half of the parameters; buffers come from the first rank."""
+    for found, expected in world.run(parts_step, 3, flags):
+        assert_same_steps(found, expected)
 
 
 PLANS = {

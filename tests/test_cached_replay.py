@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import infloss
 from cached import (
@@ -17,6 +18,7 @@ from cached import (
     Encoder,
     assert_same_step,
     contrastive,
+    gradients,
     in_one_graph,
     parameters_of,
     rows,
@@ -176,39 +178,75 @@ def test_no_warning_of_norms(norm: nn.Module, train: bool, chunk: int) -> None:
 
 
 class Counting(nn.Module):
-    """A tower whose output depends on a buffer that every call updates, in place or anew."""
+    """A tower whose output depends on a buffer that every call updates in one of several ways."""
 
-    def __init__(self, anew: bool) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.encoder, self.anew = Encoder(), anew
-        self.calls: Tensor
-        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.encoder, self.how = Encoder(), how
+        self.calls: Any
+        start = None if how == "lazily" else torch.zeros(1, dtype=torch.float64)
+        self.register_buffer("calls", start)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.anew:
-            self.calls = self.calls + 1
-        else:
+        if self.how == "anew":
+            self.calls = self.calls + 0.5
+            self.calls = self.calls + 0.5
+        elif self.how == "in place":
             self.calls += 1
-        return self.encoder(x + self.calls)
+        elif self.how == "behind the version":
+            self.calls.data.add_(1)
+        elif self.how == "growing":
+            self.calls = torch.cat([self.calls, self.calls[-1:] + 1])
+        else:
+            self.calls = x.new_ones(1) if self.calls is None else self.calls + 1
+        return self.encoder(x + self.calls[-1])
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_buffers_that_the_output_depends_on(anew: bool) -> None:
-    model, x, y = Counting(anew), rows(seed=1), rows(seed=2)
+HOW = ["anew", "in place", "behind the version", "growing", "lazily"]
 
-    def plain() -> Tensor:
-        model.calls.zero_()
-        return contrastive(in_one_graph(model, x, 3), in_one_graph(model, y, 4))
 
-    def cached() -> Tensor:
-        model.calls.zero_()
-        return cached_loss(contrastive, [(model, x, 3), (model, y, 4)])
-
-    assert_same_step(cached, plain, parameters_of(model))
-    loss = cached()
+@pytest.mark.parametrize("how", HOW)
+def test_buffers_that_the_output_depends_on(how: str) -> None:
+    x, y = rows(seed=1), rows(seed=2)
+    model, other = Counting(how), Counting(how)
+    found = gradients(
+        lambda: cached_loss(contrastive, [(model, x, 3), (model, y, 4)]), parameters_of(model)
+    )
+    expected = gradients(
+        lambda: contrastive(in_one_graph(other, x, 3), in_one_graph(other, y, 4)),
+        parameters_of(other),
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert torch.equal(model.calls, other.calls)
+    loss = cached_loss(contrastive, [(model, x, 3), (model, y, 4)])
     model(x)
+    before = model.calls.clone()
     loss.backward()
-    assert model.calls == 8
+    assert torch.equal(model.calls, before)
+
+
+def test_weights_that_are_cached() -> None:
+    """As for autocast: what the first pass leaves in the cache has no graph."""
+    model, x = Encoder(), rows()
+    parametrizations.weight_norm(model.hidden)
+
+    def loss(cached: bool) -> Tensor:
+        with parametrize.cached():
+            main = contrastive(model(x), model(x.flip(0)))
+            if cached:
+                main = cached_loss(contrastive, [(model, x, 4), (model, x.flip(0), 4)])
+            return main + model(x).square().mean()
+
+    assert_same_step(lambda: loss(True), lambda: loss(False), parameters_of(model))
+
+
+def test_another_mode_before_backward() -> None:
+    model, x = Encoder(dropout=0.5), rows()
+    loss = cached_loss(lambda a: contrastive(a, a), [(model, x, 4)])
+    model.eval()
+    message = r"^towers\[0\]: model: expected train\(\) or eval\(\) as it was until backward has"
+    with pytest.raises(RuntimeError, match=message):
+        loss.backward()
 
 
 class Careless(nn.Module):
@@ -306,7 +344,7 @@ def fail(*_: Any) -> None:
 
 def test_a_failing_second_pass_leaves_the_state_in_order() -> None:
     """Random numbers and buffers are where they were, whatever the model raised."""
-    model, x = Counting(False), rows()
+    model, x = Counting("in place"), rows()
     loss = cached_loss(lambda a: contrastive(a, a), [(model, x, 4)])
     state = torch.get_rng_state()
     model.encoder.register_forward_pre_hook(fail)

@@ -30,8 +30,16 @@ class DataParallel:
             if parameter.requires_grad
         }
         self._quiet = False  # whether the turn's gradients are to pass no hook
+        self._reducing: list[DistributedDataParallel] = []  # in this turn
         self._inside = _is_inside_wrapper()
         self._totals: dict[nn.Parameter, Tensor] = {}
+
+    def broadcast_buffers(self) -> None:
+        """Do it before the first pass, or its first chunk would see others than the second's."""
+        for one in self._modules:
+            if one.will_sync_module_buffers():
+                one._sync_buffers()
+                one.require_forward_param_sync = False
 
     @contextlib.contextmanager
     def watching(self, turn: Turn) -> Iterator[None]:
@@ -51,11 +59,13 @@ class DataParallel:
     def taking(self, turn: Turn) -> Iterator[None]:
         """Have each module reduce its gradients if this is its last turn, and only then."""
         with contextlib.ExitStack() as stack:
-            self._quiet = False
+            self._quiet, self._reducing = False, []
             for one in self._modules:
                 reduces = self._wanted[one] and self._last.get(one) == turn
                 stack.enter_context(_set(one, "require_backward_grad_sync", reduces))
                 stack.enter_context(live_graphs.uncounted(one))
+                if reduces and (one.static_graph or not one.find_unused_parameters):
+                    self._reducing.append(one)
                 if one.static_graph and not reduces:
                     # its first step counts the gradients of each parameter; of all turns, too
                     stack.enter_context(_set(one, "_static_graph_delay_allreduce_enqueued", True))
@@ -77,7 +87,8 @@ class DataParallel:
     def backward(self, outputs: list[Tensor], grads: list[Tensor], leaves: list[Tensor]) -> None:
         """Back-propagate one turn, into the ``.grad`` of ``leaves``, too."""
         if not (self._inside or self._quiet):
-            torch.autograd.backward(outputs, grads)
+            others, zeros = self._reached_before()
+            torch.autograd.backward([*outputs, *others], [*grads, *zeros])
             return
         parameters = list(self._names)
         found = torch.autograd.grad(outputs, [*parameters, *leaves], grads, allow_unused=True)
@@ -86,6 +97,20 @@ class DataParallel:
         for parameter, grad in zip(parameters, found, strict=False):
             if grad is not None:
                 self._add(parameter, grad)
+
+    def _reached_before(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """Parameters with a gradient from earlier turns, which this one may not reach, and zeros.
+
+        A module that does not look for unused parameters waits for all of them in the turn that
+        reduces. None of those that do: they take what this turn does not reach as it is.
+        """
+        parameters = [
+            parameter
+            for module in self._reducing
+            for parameter in module.module.parameters()
+            if parameter.requires_grad and parameter.grad is not None
+        ]
+        return parameters, [one.new_zeros(()).expand_as(one) for one in parameters]
 
     def _add(self, parameter: nn.Parameter, grad: Tensor) -> None:
         total = self._totals.get(parameter) if self._inside else parameter.grad

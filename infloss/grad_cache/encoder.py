@@ -33,9 +33,10 @@ class Encoder:
         reshard(self.modules)
         self.chunks = tower.chunks(name)
         self.turns = most_chunks(self.modules, len(self.chunks))
-        self.is_trainable = _is_trainable(self.modules, self.inputs())
+        self.is_trainable = _is_trainable(tower.model, self.inputs())
         self._device = device_of(self.modules)
         self._versions = _versions(tower.model)
+        self._modes = _modes(tower.model)
         self._moments: list[Moment] = []  # at the start of each chunk
         self._changed: list[buffers.Values] = []  # buffers as they were then
         self._layout: Layout | None = None
@@ -84,6 +85,12 @@ class Encoder:
                 "got ones changed since, as by an optimizer's step"
             )
 
+        if _modes(self.model) != self._modes:
+            raise RuntimeError(
+                f"{self.name}: model: expected train() or eval() as it was until backward has run, "
+                "got modules in the other mode since"
+            )
+
     def replay(
         self, turn: int, grads: Sequence[Tensor | None], backward: Backward
     ) -> list[Tensor | None]:
@@ -122,10 +129,11 @@ class Encoder:
             return self._call(chunk)
 
 
-def _is_trainable(modules: list[nn.Module], inputs: list[Tensor]) -> bool:
-    """Whether a gradient may be wanted of a tower."""
-    parameters = [one for module in modules for one in module.parameters()]
-    return not parameters or len(inputs) > 0 or any(one.requires_grad for one in parameters)
+def _is_trainable(model: object, inputs: list[Tensor]) -> bool:
+    """Whether a gradient may be wanted of a tower: of a function, only its outputs tell."""
+    if not isinstance(model, nn.Module):
+        return True
+    return len(inputs) > 0 or any(one.requires_grad for one in model.parameters())
 
 
 def _devices(modules: list[nn.Module], chunks: list[Chunk]) -> set[torch.device]:
@@ -143,4 +151,13 @@ def _versions(model: object) -> dict[nn.Parameter, int]:
     """Of the parameters that are surely the tower's, and whole."""
     if not isinstance(model, nn.Module):
         return {}
-    return {one: one._version for one in model.parameters() if not hasattr(one, "device_mesh")}
+    return {
+        one: one._version
+        for one in model.parameters()
+        if not (hasattr(one, "device_mesh") or one.is_inference())
+    }
+
+
+def _modes(model: object) -> list[bool]:
+    """Which of its modules are in train mode."""
+    return [one.training for one in model.modules()] if isinstance(model, nn.Module) else []

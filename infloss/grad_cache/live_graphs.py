@@ -31,9 +31,10 @@ def watch(module: nn.Module) -> None:
 
 
 def _note(module: nn.Module, _: Any, output: Any) -> None:
-    if module in _replaying or not torch.is_grad_enabled():
+    graphs = _graphs.get(module)  # None of a copy of a module, which has the hook as well
+    if graphs is None or module in _replaying or not torch.is_grad_enabled():
         return
-    graph, graphs = _Graph(), _graphs[module]
+    graph = _Graph()
     for _, leaf in nest.walk(output):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             graphs.add(graph)

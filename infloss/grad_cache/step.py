@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from infloss.grad_cache import buffers
 from infloss.grad_cache.data_parallel import DataParallel
@@ -22,10 +23,10 @@ class Step:
 
     def encode(self) -> list[Any]:
         """The representations of each tower, as its model returns them."""
-        # cached casts of parameters made without a graph would keep gradients from later uses
-        torch.clear_autocast_cache()
+        _forget_casts()
+        self._parallel.broadcast_buffers()
         tensors = [one.encode(index, self._parallel) for index, one in enumerate(self._encoders)]
-        torch.clear_autocast_cache()
+        _forget_casts()
         layouts = [one.layout for one in self._encoders]
         if torch.is_grad_enabled() and any(one.is_trainable for one in self._encoders):
             self._parallel.watch_graphs()
@@ -37,7 +38,7 @@ class Step:
             tensor
             for encoder, part in zip(self._encoders, tensors, strict=True)
             for tensor in part
-            if not (encoder.is_trainable and tensor.is_floating_point())
+            if not (encoder.is_trainable and (tensor.is_floating_point() or tensor.is_complex()))
         ]
         inputs = [tensor for one in self._encoders for tensor in one.inputs()]
         trigger = torch.zeros((), requires_grad=True)
@@ -62,8 +63,8 @@ class Step:
         with contextlib.ExitStack() as stack:
             for one in encoders:
                 stack.enter_context(buffers.kept(one.keys()))
-            stack.callback(torch.clear_autocast_cache)
-            torch.clear_autocast_cache()
+            stack.callback(_forget_casts)
+            _forget_casts()
             for index, (one, share) in enumerate(zip(encoders, shares, strict=True)):
                 found += self._replay(index, one, share)
             self._parallel.finish()
@@ -82,6 +83,12 @@ class Step:
                 inputs = encoder.replay(turn, part, self._parallel.backward)
             found += inputs if turn < len(parts) else []
         return found
+
+
+def _forget_casts() -> None:
+    """What torch caches of parameters: made without a graph, it would keep gradients from them."""
+    torch.clear_autocast_cache()
+    parametrize._cache.clear()
 
 
 class _Replay(torch.autograd.Function):

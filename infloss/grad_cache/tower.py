@@ -17,7 +17,8 @@ class Tower:
     Args:
         model: a module or a function. What it returns, the representations, may be a tensor or a
             tuple, dict or dataclass with tensors: [b, ...] for a chunk of b rows, all of which the
-            loss is to use. One of shape [], such as a logit scale, is the same for every chunk.
+            loss is to use. One of shape [], such as a logit scale, is the same for every chunk;
+            what is no tensor is that of the first.
         inputs: a tensor, the only argument; a list or tuple, the positional arguments; a dict, the
             keyword ones; ``([...], {...})``, both. Tensors and lists of strings as long as the
             batch are split, in containers too; tensors with one row or none, and anything else,
