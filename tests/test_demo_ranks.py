@@ -84,7 +84,10 @@ def test_ranks_train_as_one_process_does(
     the whole batch's changes them by more than 1e-3.
     """
     alone = losses(tmp_path, data, 1, "float64", *options)
-    assert abs(alone[-1] - alone[0]) > 0.05  # training moves
+    if options == CHUNKED:  # two steps of a warm-up: the loss moves, not yet down
+        assert abs(alone[-1] - alone[0]) > 0.05
+    else:
+        assert alone[-1] < alone[0] - 0.05
     for ranks in counts:
         spread = losses(tmp_path, data, ranks, "float64", *options)
         np.testing.assert_allclose(spread, alone, rtol=1e-10, err_msg=f"{ranks} ranks")

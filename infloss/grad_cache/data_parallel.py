@@ -23,15 +23,17 @@ class DataParallel:
         self._wanted = {one: one.require_backward_grad_sync for one in self._modules}
         self._last: dict[nn.Module, Turn] = {}
         self._called: dict[Turn, set[nn.Module]] = {}
+        outer = _wrapper_around()
         self._names = {
             parameter: name
-            for one in found
+            # of a wrapper around, all: a tower may hide what it calls
+            for one in [*found, *submodules([outer] if outer is not None else [])]
             for name, parameter in one.named_parameters(recurse=False)
             if parameter.requires_grad
         }
         self._quiet = False  # whether the turn's gradients are to pass no hook
         self._reducing: list[DistributedDataParallel] = []  # in this turn
-        self._inside = _is_inside_wrapper()
+        self._inside = outer is not None
         self._totals: dict[nn.Parameter, Tensor] = {}
 
     def broadcast_buffers(self) -> None:
@@ -128,21 +130,21 @@ class DataParallel:
             torch.autograd.backward(list(totals), list(totals.values()))
 
 
-def _is_inside_wrapper() -> bool:
-    """Whether this runs in the forward pass of a DDP module.
+def _wrapper_around() -> DistributedDataParallel | None:
+    """The DDP module in whose forward pass this runs with gradients, if any.
 
     Its reducer takes the first gradient of a parameter for the only one.
     """
     outer = DistributedDataParallel._active_ddp_module
     if outer is None or not torch.is_grad_enabled():
-        return False
+        return None
     if outer.find_unused_parameters and not outer.static_graph:
         raise RuntimeError(
             "cached_loss: expected find_unused_parameters=False of a DistributedDataParallel "
             "module that calls it in its forward pass, got True, which would take the towers' "
             "parameters for unused ones; wrap the towers instead"
         )
-    return True
+    return outer
 
 
 @contextlib.contextmanager

@@ -60,8 +60,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
             modules=[*modules_of(func), *given],
         )
         encoder = Encoder("cached", tower, None)
-        parallel = DataParallel([])
-        tensors = encoder.encode(0, parallel)
+        tensors = encoder.encode(0, DataParallel([]))
         leaves = [one.requires_grad_(one.is_floating_point()) for one in tensors]
         waiting = [encoder]
 
@@ -76,12 +75,15 @@ def cached(func: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
                     f"reps: expected the {len(leaves)} that the call returned, got {len(grads)}"
                 )
             with kept(one.keys()):
-                one.replay(0, grads, parallel.backward)
-            parallel.finish()
+                one.replay(0, grads, _backward)
 
         return (*leaves, replay)
 
     return call
+
+
+def _backward(outputs: list[Tensor], grads: list[Tensor], _: list[Tensor]) -> None:
+    torch.autograd.backward(outputs, grads)
 
 
 def cat_input_tensor(func: Callable[..., Any]) -> Callable[..., Any]:
